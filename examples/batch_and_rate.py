@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import SGD, AdamW
 from torch.utils.data import Subset
 
-from learnerkit import DataLoaders, Learner, accuracy, linear_warmup, scaled_lr, set_seed, world
+from learnerkit import DataLoaders, Learner, accuracy, distributed, linear_warmup, scaled_lr, set_seed
 from learnerkit.datasets import fashion_mnist_sample
 
 OPTIMIZERS = {"sgd": (partial(SGD, momentum=0.9), 0.01), "adam": (AdamW, 1e-3)}  # with rates for 64 images
@@ -57,7 +57,7 @@ def main():
     rows = []
     for bs in sizes:
         rows.append([*train(data, bs, lr, args), *train(data, bs, scaled_lr(lr, at=args.at), args)])
-    if world.is_main():
+    if distributed.is_main():
         columns = f"{'rate':>10}{'accuracy':>10}{'time':>8}"
         print(f"\n{'':>5}{'the rate as it is':>28}{'scaled to the batch':>28}\n{'batch':>5}{columns}{columns}")
         for bs, row in zip(sizes, rows, strict=True):

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torchvision.transforms import v2
 
-from learnerkit import ImageData, load_learner, set_seed, vision_learner, world
+from learnerkit import ImageData, distributed, load_learner, set_seed, vision_learner
 from learnerkit.datasets import drawn_shapes
 
 COLUMNS = {"classes": "shapes", "numbers": "n", "points": ["cx", "cy"]}
@@ -56,7 +56,7 @@ def main():
         fit = learn.fine_tune if args.weights else learn.fit_one_cycle
         fit(args.epochs, args.lr)
     path = learn.export(f"{args.targets}.pt2")
-    if world.is_main():
+    if distributed.is_main():
         picture = data.valid_ds.samples[0][0]
         print(f"saved {path}; {picture.name}: {load_learner(path, data=ImageData).predict(picture).label}")
 

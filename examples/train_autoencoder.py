@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from learnerkit import Callback, CancelFitException, DataLoaders, Learner, on_rank0, set_seed, world
+from learnerkit import Callback, CancelFitException, DataLoaders, Learner, distributed, on_rank0, set_seed
 from learnerkit.datasets import fashion_mnist_sample
 
 
@@ -68,7 +68,7 @@ class SaveAndStop(Callback):
 
     def after_epoch(self):
         newest = self.learn.save(f"autoencoder-{self.epoch + 1}")  # by rank 0; the file is whole, or not there at all
-        if world.is_main():
+        if distributed.is_main():
             for path in set(saved_epochs(newest.parent).values()) - {newest}:
                 path.unlink()
 
@@ -116,7 +116,7 @@ def main():
     done = max(saved_epochs(args.out), default=0) if args.resume else 0
     if done:
         learn.load(f"autoencoder-{done}")  # on every rank; weights and optimizer state go where the model is
-        if world.is_main():
+        if distributed.is_main():
             print(f"{'going on after' if done < args.epochs else 'finished already:'} {done} of {args.epochs} epochs")
     if done < args.epochs:
         saving = SaveAndStop()
@@ -126,7 +126,7 @@ def main():
         if saving.stopped:
             sys.exit(128 + signal.SIGTERM)
     path = learn.save("autoencoder", with_opt=False)  # written by rank 0
-    if world.is_main():
+    if distributed.is_main():
         print(f"saved {path}")
     some = torch.utils.data.Subset(valid_ds, range(10))
     made, images = learn.get_preds(dl=torch.utils.data.DataLoader(some, 10))

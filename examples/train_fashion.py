@@ -13,7 +13,7 @@ from pathlib import Path
 
 from torch import nn
 
-from learnerkit import CheckpointCallback, DataLoaders, Learner, accuracy, set_seed, world
+from learnerkit import CheckpointCallback, DataLoaders, Learner, accuracy, distributed, set_seed
 from learnerkit.datasets import fashion_mnist, fashion_mnist_sample
 
 
@@ -48,7 +48,7 @@ def main():
     with learn.distrib_ctx(split_batches=True):
         learn.fit_one_cycle(args.epochs, args.lr, cbs=saving)
     path = learn.save("fashion")  # written once, by rank 0
-    if world.is_main():
+    if distributed.is_main():
         print(f"saved {path}")
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from learnerkit import ImageAugmentation, ImageData, MixUp, accuracy, set_seed, vision_learner, world
+from learnerkit import ImageAugmentation, ImageData, MixUp, accuracy, distributed, set_seed, vision_learner
 from learnerkit.datasets import FASHION_MNIST_CLASSES, fashion_mnist, fashion_mnist_files
 
 
@@ -48,7 +48,7 @@ def main():
         fit = learn.fine_tune if args.weights else learn.fit_one_cycle
         fit(args.epochs, args.lr)
     path = learn.export("images")
-    if world.is_main():
+    if distributed.is_main():
         picture, number = data.valid_ds.samples[0]
         print(f"saved {path}; {data.classes[number]}: predicted {learn.predict(picture).label}")
 

@@ -23,10 +23,10 @@ from learnerkit import (
     GradientClip,
     Learner,
     TextData,
+    distributed,
     perplexity,
     set_seed,
     text_learner,
-    world,
 )
 from learnerkit.datasets import chat_lines
 
@@ -78,8 +78,8 @@ class PrintBytes(Callback):
             states = [value for p in params for value in self.opt.state[p].values()]
             sizes = [sum(map(bytes_here, tensors)) / 2**20 for tensors in (params, grads, states)]
             self.learn.say(
-                f"rank 0 of {world.world_size()} has {sizes[0]:.1f} MB of parameters, {sizes[1]:.1f} MB of gradients "
-                f"and {sizes[2]:.1f} MB of optimizer state"
+                f"rank 0 of {distributed.world_size()} has {sizes[0]:.1f} MB of parameters, {sizes[1]:.1f} MB of "
+                f"gradients and {sizes[2]:.1f} MB of optimizer state"
             )
 
 
@@ -114,7 +114,7 @@ def make_learner(args) -> Learner:
     data = TextData.from_texts(texts, vocab_size=args.vocab_size)
     dls = data.dataloaders(tokens=args.batch * args.seq_len, seq_len=args.seq_len)
     model = GPT(data.vocab_size, args.seq_len, args.layers, args.width, args.heads)
-    if world.is_main():
+    if distributed.is_main():
         print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
     cbs = [GradientClip(1.0), PrintBytes(), *([ActivationCheckpointing()] if args.recompute else [])]
     return text_learner(dls, model, perplexity, loss_func=nn.CrossEntropyLoss(), wd=0.01, cbs=cbs, model_dir=args.out)
@@ -129,7 +129,7 @@ def main():
     with learn.distrib_ctx(split_batches=True, shard=True, reshard_after_forward=not args.keep_units):
         learn.fit_one_cycle(args.epochs, args.lr, cbs=saving)
     path = learn.save("gpt")  # the file of a model that was never divided, written once, by rank 0
-    if world.is_main():
+    if distributed.is_main():
         print(f"saved {path}")
 
 

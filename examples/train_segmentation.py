@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from learnerkit import Dice, ImageData, IoU, accuracy, set_seed, unet_learner, world
+from learnerkit import Dice, ImageData, IoU, accuracy, distributed, set_seed, unet_learner
 from learnerkit.datasets import SHAPES, drawn_shapes
 
 
@@ -59,7 +59,7 @@ def main():
         fit = learn.fine_tune if args.weights else learn.fit_one_cycle
         fit(args.epochs, args.lr)
     path = learn.export("segmentation.pt2")
-    if world.is_main():
+    if distributed.is_main():
         picture, _ = data.valid_ds.samples[0]
         numbers, pixels = learn.predict(picture).label.unique(return_counts=True)
         found = ", ".join(f"{n} of {classes[i]}" for i, n in zip(numbers.tolist(), pixels.tolist(), strict=True))

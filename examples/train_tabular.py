@@ -12,7 +12,7 @@ from importlib.util import find_spec
 
 import torch
 
-from learnerkit import TabularData, accuracy, datasets, set_seed, tabular_learner, world
+from learnerkit import TabularData, accuracy, datasets, distributed, set_seed, tabular_learner
 
 DATA = {"penguins": (datasets.penguins, "species", 10), "adult": (datasets.adult, "income", 5)}
 
@@ -40,7 +40,7 @@ def main():
     learn = tabular_learner(data.dataloaders(bs=args.bs), metrics=accuracy)
     with learn.distrib_ctx(split_batches=True):
         learn.fit_one_cycle(args.epochs or epochs, args.lr)
-    if world.is_main() and find_spec("sklearn"):
+    if distributed.is_main() and find_spec("sklearn"):
         print(f"gradient-boosted trees: accuracy {accuracy_of_trees(data):.3f}")
 
 

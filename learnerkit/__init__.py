@@ -11,8 +11,9 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:  # for editors and type checkers, which do not follow __getattr__
     from learnerkit import datasets as datasets
+    from learnerkit import distributed as distributed
+    from learnerkit import distributed as world  # noqa: F401  # its other name
     from learnerkit import sweep as sweep
-    from learnerkit import world as world
     from learnerkit.callback import Callback as Callback
     from learnerkit.callbacks.accumulation import GradientAccumulation as GradientAccumulation
     from learnerkit.callbacks.augmentation import BatchTransform as BatchTransform
@@ -59,6 +60,9 @@ if TYPE_CHECKING:  # for editors and type checkers, which do not follow __getatt
     from learnerkit.callbacks.training import TrainEvalCallback as TrainEvalCallback
     from learnerkit.checkpoints.callback import CheckpointCallback as CheckpointCallback
     from learnerkit.data import DataLoaders as DataLoaders
+    from learnerkit.distributed import on_rank0 as on_rank0
+    from learnerkit.distributed import rank0_first as rank0_first
+    from learnerkit.distributed import set_seed as set_seed
     from learnerkit.events import CancelBackwardException as CancelBackwardException
     from learnerkit.events import CancelBatchException as CancelBatchException
     from learnerkit.events import CancelEpochException as CancelEpochException
@@ -115,9 +119,6 @@ if TYPE_CHECKING:  # for editors and type checkers, which do not follow __getatt
     from learnerkit.utils import unwrap as unwrap
     from learnerkit.vision.classifier import vision_learner as vision_learner
     from learnerkit.vision.unet import unet_learner as unet_learner
-    from learnerkit.world import on_rank0 as on_rank0
-    from learnerkit.world import rank0_first as rank0_first
-    from learnerkit.world import set_seed as set_seed
 
 _HOMES = {
     "callback": ["Callback"],
@@ -173,12 +174,12 @@ _HOMES = {
     "utils": ["unwrap"],
     "vision.classifier": ["vision_learner"],
     "vision.unet": ["unet_learner"],
-    "world": ["on_rank0", "rank0_first", "set_seed"],
+    "distributed": ["on_rank0", "rank0_first", "set_seed"],
 }  # fmt: skip
 
 _home_of = {name: home for home, names in _HOMES.items() for name in names}
 
-_MODULES = ("datasets", "sweep", "world")
+_MODULES = ("datasets", "distributed", "sweep", "world")
 
 __all__ = sorted([*_home_of, *_MODULES])
 

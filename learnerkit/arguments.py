@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from learnerkit import world
+from learnerkit import distributed
 from learnerkit.callback import Callback, check_hooks
 from learnerkit.data.batches import loader_len
 from learnerkit.data.loaders import DataLoaders
@@ -110,7 +110,7 @@ def check_whole(learn: "Learner", what: str, instead: str = _ONE_PROCESS) -> Non
     """
     if learn.shards is not None:
         raise RuntimeError(
-            f"{what} needs a whole model, and this one is divided among {world.world_size()} ranks: {instead}"
+            f"{what} needs a whole model, and this one is divided among {distributed.world_size()} ranks: {instead}"
             " (errors.html#sharded)"
         )
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastcore.basics import camel2snake
 
-from learnerkit import world
+from learnerkit import distributed
 from learnerkit.endings import ending_of, raised_in
 from learnerkit.events import INNER_EVENTS, LOOP, CancelException, Event
 from learnerkit.text import did_you_mean
@@ -304,7 +304,7 @@ class Dispatch:
             and cb.run
             and getattr(cb, flag)
             and (self.fitting or not cb.only_fit)
-            and (not cb.rank0_only or world.is_main())
+            and (not cb.rank0_only or distributed.is_main())
         ]
 
     def _resolve(self) -> dict[str, list]:
@@ -326,8 +326,8 @@ class Dispatch:
 
     def _hook(self, cb: Callback, event: str) -> Callable[[], None]:
         hook = getattr(cb, event)
-        guarded = cb.rank0_only and world.world_size() > 1 and vars(type(cb)).get("_guarded", True)
-        return world.no_collectives(f"{cb!r}.{event}")(hook) if guarded else hook
+        guarded = cb.rank0_only and distributed.world_size() > 1 and vars(type(cb)).get("_guarded", True)
+        return distributed.no_collectives(f"{cb!r}.{event}")(hook) if guarded else hook
 
     def _enter(self, cb: Callback, level: str) -> None:
         # Owed before the hook runs: a hook that fails half-way has its cleanup run too.
@@ -372,7 +372,7 @@ class Dispatch:
         failed = None
         for cb, event in reversed(owed):
             try:
-                with world.no_collectives(f"{cb!r}.{event}"):
+                with distributed.no_collectives(f"{cb!r}.{event}"):
                     getattr(cb, event)()
             except BaseException as e:
                 raised_in(e, event, repr(cb))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from learnerkit import world
+from learnerkit import distributed
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -71,7 +71,7 @@ def fashion_mnist_files(path: str | Path) -> Path:
     Returns:
         The folder.
     """
-    found: Any = world.rank0_first(_write_whole, Path(path), _write_fashion)
+    found: Any = distributed.rank0_first(_write_whole, Path(path), _write_fashion)
     return found
 
 
@@ -120,7 +120,7 @@ def drawn_shapes(path: str | Path, n: int = 200, seed: int = 0, size: int = 64) 
     Returns:
         The folder.
     """
-    found: Any = world.rank0_first(_write_whole, Path(path), _write_shapes, n, seed, size)
+    found: Any = distributed.rank0_first(_write_whole, Path(path), _write_shapes, n, seed, size)
     return found
 
 
@@ -172,7 +172,7 @@ def fashion_mnist(root: str | Path) -> tuple[TensorDataset, TensorDataset]:
     Raises:
         RuntimeError: the files are not there and cannot be downloaded.
     """
-    found: Any = world.rank0_first(_read_fashion_mnist, Path(root))
+    found: Any = distributed.rank0_first(_read_fashion_mnist, Path(root))
     return found
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from learnerkit import arguments, files, optim, parallel, run_state, world
+from learnerkit import arguments, distributed, files, optim, parallel, run_state
 from learnerkit.callback import Callback, Dispatch, acts_in_evaluation, describe_loop, kept_flags
 from learnerkit.callbacks.accumulation import GradientAccumulation
 from learnerkit.callbacks.augmentation import BatchTransform
@@ -902,7 +902,7 @@ class Learner(RunState):
             return []
         act = activation_for(self, act, probs)
         arguments.check_whole(self, "learn.predict")
-        with self._lock, world.alone():
+        with self._lock, distributed.alone():
             arguments.check_thread(self, self._thread, "predict")
             heard = any(type(cb) not in _LEFT_OUT and acts_in_evaluation(cb) for cb in self.cbs)
             return (self._predict_in_loop if heard or overrides(self, "_forward") else self._predict_alone)(items, act)
@@ -1143,7 +1143,7 @@ class Learner(RunState):
     @property
     def n_ranks(self) -> int:
         """The processes that share the data of the present run; 1 where this one has all of them."""
-        return 1 if self._agreement is None else world.world_size()
+        return 1 if self._agreement is None else distributed.world_size()
 
     @property
     def x(self) -> Any:
@@ -1315,7 +1315,7 @@ class Learner(RunState):
         Args:
             text: one line; it is printed as it is.
         """
-        if world.is_main():
+        if distributed.is_main():
             getattr(self.logger, "say", print_above)(str(text))
 
     def log_metric(self, name: str, value: float | Tensor) -> None:
@@ -1484,13 +1484,13 @@ class Learner(RunState):
         """
         target = files.place_of(self, file)
         if self.shards is not None:
-            world.meet("learn.save")  # rank 0 alone has some rows only
-        elif not world.is_main():
+            distributed.meet("learn.save")  # rank 0 alone has some rows only
+        elif not distributed.is_main():
             return target
         with self.as_validated():
             weights: Any = unwrap(self.model).state_dict()
             if isinstance(target, Path) and target.suffix == files.SAFETENSORS:
-                files.save_weights(weights, target, writes=world.is_main())
+                files.save_weights(weights, target, writes=distributed.is_main())
                 return target
             state = self._gathered(weights)
             if with_opt and self.opt is not None:
@@ -1499,13 +1499,13 @@ class Learner(RunState):
                 found = [cb.scaler.state_dict() for cb in self.cbs if isinstance(cb, MixedPrecision) and cb.scaler]
                 scaler = found[0] if found else self._scaler_state
                 state = {"model": state, "opt": opt} | ({"scaler": scaler} if scaler else {})
-            if world.is_main():
+            if distributed.is_main():
                 save_whole(state, target)
         return target
 
     def _gathered(self, state: Any) -> Any:
         "The values of a state, on rank 0 without shards; then every rank must reach this."
-        return state if self.shards is None else map_batch(Gatherer(keep=world.is_main()), state, lambda x: x)
+        return state if self.shards is None else map_batch(Gatherer(keep=distributed.is_main()), state, lambda x: x)
 
     @public
     def load(
@@ -1529,7 +1529,7 @@ class Learner(RunState):
             TypeError, ValueError: no name or file.
             CheckpointError: a damaged file, or one of another model.
         """
-        world.follow_rank0("load")
+        distributed.follow_rank0("load")
         model, place = unwrap(self.model), files.place_of(self, file)
         if self.mapped is not None and isinstance(place, Path) and files.is_mappable(place):
             self.mapped.fill(model, fitted(files.read_mapped(place), model, strict).weights)
@@ -1546,7 +1546,7 @@ class Learner(RunState):
             if isinstance(e, CheckpointError):
                 raise
             raise CheckpointError(f"{saved.name} does not fit {type(model).__name__}: {e}") from e
-        if with_opt and saved.opt is None and world.is_main():
+        if with_opt and saved.opt is None and distributed.is_main():
             warn(
                 f"{saved.name} has weights and no optimizer state, so the optimizer stays as it is, or begins anew; "
                 "load(..., with_opt=False) says that this is meant"

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from learnerkit import world
+from learnerkit import distributed
 from learnerkit.data.batches import get_field, rows_of, tensors_in
 from learnerkit.data.loaders import unknown_keys
 from learnerkit.events import CancelBackwardException
@@ -418,7 +418,7 @@ class LossWeight:
         own[0] = learn.batch_size
         for i, name in enumerate(self.parts, 1):
             own[i] = counted[name][1] if name in counted else 0  # filled in on the device, without a sync
-        shares = (own / world.reduce(own, among="gradients")).nan_to_num()
+        shares = (own / distributed.reduce(own, among="gradients")).nan_to_num()
         for i, (name, part) in enumerate(self.parts.items(), 1):
             if name in counted:
                 self._factors[name] = factor = (1 if part.sums else shares[i]) / shares[0]
@@ -592,11 +592,13 @@ def look_at_first_batch(learn: "Learner") -> None:
             raise ValueError(f"the first batch has targets from {low} to {high}: {wrong}; {advice}")
     doubt, advice = repeated(loss_func, pred)
     if doubt:
-        world.warn_once(f"the first batch: {doubt}; {advice}")
+        distributed.warn_once(f"the first batch: {doubt}; {advice}")
     if is_constant(learn.xb):
-        world.warn_once("the first batch: all values of the inputs are the same number; look into the dataset")
+        distributed.warn_once("the first batch: all values of the inputs are the same number; look into the dataset")
     elif _has_nan(learn.xb) and _has_nan(pred):
-        world.warn_once("the first batch: inputs are NaN or infinite, and so are predictions; look into the dataset")
+        distributed.warn_once(
+            "the first batch: inputs are NaN or infinite, and so are predictions; look into the dataset"
+        )
 
 
 # The loss of a batch
@@ -655,10 +657,10 @@ def take_loss(learn: "Learner") -> None:
     if not weighting.told and learn.training and learn.task == "fit":
         weighting.told = True
         if why := doubtful_count(learn):
-            world.warn_once(f"{why}. {_UNTIL_THEN} (errors.html#loss-weight)")
+            distributed.warn_once(f"{why}. {_UNTIL_THEN} (errors.html#loss-weight)")
     several = learn.task == "fit" and learn._gradient is not None
     if several and isinstance(count, int) and count != learn.batch_size and not is_of_torch(learn.loss_func):
-        world.warn_once(
+        distributed.warn_once(
             f"the loss compares {count} rows of a batch of {learn.batch_size} samples, and is taken for their mean; if "
             f"it is another one, say so by loss_weight=. {_UNTIL_THEN} (errors.html#loss-weight)"
         )

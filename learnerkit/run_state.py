@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
-from learnerkit import optim, world
+from learnerkit import distributed, optim
 from learnerkit.callback import Callback, is_ours
 from learnerkit.data.batches import map_batch, tensors_in, to_device
 from learnerkit.data.iterable import source_of
@@ -29,6 +29,7 @@ from learnerkit.data.order import (
     set_generator_state,
     states_of,
 )
+from learnerkit.distributed import seeds
 from learnerkit.events import CancelTrainException
 from learnerkit.files import CheckpointError, Saved, fitted, why_not
 from learnerkit.shards import is_shard, put, rows_for
@@ -62,9 +63,9 @@ def state_dict(learn: "Learner", first: Mapping[str, Mapping[str, Any]] | None =
     cbs = taking_part(learn)
     states = {key: state_of(cb, first.get(key)) for key, cb in cbs if not cb.rank0_only}
     own = {key: state.pop("own") for key, state in states.items() if "own" in state}
-    alone = {key: state_of(cb, first.get(key)) for key, cb in cbs if cb.rank0_only and world.is_main()}
+    alone = {key: state_of(cb, first.get(key)) for key, cb in cbs if cb.rank0_only and distributed.is_main()}
     mine = {
-        "random": [*map(_without_arrays, world.seed_states()), world.device_states(learn.dls.device)],
+        "random": [*map(_without_arrays, seeds.seed_states()), seeds.device_states(learn.dls.device)],
         "seed": torch.initial_seed(),
         "position": {} if position is None else position.own_state_dict(),
         "callbacks": own,
@@ -427,11 +428,11 @@ def put_rest(learn: "Learner", state: Mapping[str, Any], name: str = "the state"
                 ) from e
     if "random" in rank:
         *states, devices = rank["random"]
-        world.set_seed_states(tuple(states))
-        world.set_device_states(learn.dls.device, devices)
+        seeds.set_seed_states(tuple(states))
+        seeds.set_device_states(learn.dls.device, devices)
     else:  # of a rank that there was not
-        seed = world.stream_seed(rank["seed"], world.rank())
-        world.set_seed(world.stream_seed(seed, state["counters"]["train_iter"]))
+        seed = seeds.stream_seed(rank["seed"], distributed.rank())
+        distributed.set_seed(seeds.stream_seed(seed, state["counters"]["train_iter"]))
 
 
 def _put_callback(cb: Callback, state: dict[str, Any]) -> None:
@@ -439,7 +440,7 @@ def _put_callback(cb: Callback, state: dict[str, Any]) -> None:
         cb.load_state_dict(state)
         return
     ranks = [state["own"]] if "own" in state else state["ranks"]
-    own = ranks[world.rank() if world.rank() < len(ranks) else 0]
+    own = ranks[distributed.rank() if distributed.rank() < len(ranks) else 0]
     for name, value in own.get("values", {}).items():
         if name not in _NOT_STATE and not callable(getattr(type(cb), name, None)):  # as in a file of somebody else
             on_device = name in own.get("on_device", ())

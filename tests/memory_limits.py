@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from learnerkit import Callback, world
+from learnerkit import Callback, distributed
 
 FAILURE = "CUDA out of memory. Tried to allocate 2.00 GiB."
 
@@ -55,7 +55,7 @@ class Cancels(Callback):
 
     def cancel(self):
         """Raise the error where it is due."""
-        if self.learn.training and self.learn.train_iter == self.at and self.which == world.rank():
+        if self.learn.training and self.learn.train_iter == self.at and self.which == distributed.rank():
             raise self.error
 
 

@@ -13,7 +13,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
-from learnerkit import Callback, CancelBatchException, DataLoaders, GradientAccumulation, Learner, set_seed, world
+from learnerkit import Callback, CancelBatchException, DataLoaders, GradientAccumulation, Learner, distributed, set_seed
 
 CLASSES = 3
 
@@ -1122,7 +1122,7 @@ def _():
 def _():
     class Leave(Callback):
         def before_batch(self):
-            if self.training and self.train_iter in (1, 3) and world.is_main():
+            if self.training and self.train_iter in (1, 3) and distributed.is_main():
                 raise CancelBatchException
 
     return learner(Experts(never=1), cbs=[GradientAccumulation(n_batches=2), Leave(order=30)], dls=make_loaders(24))
@@ -1166,7 +1166,7 @@ def _():
         def _forward(self):
             h = self.model.body(self.x)
             self.pred = self.model.head(h)
-            if not (self.training and self.train_iter == 5 and world.rank() == 0):
+            if not (self.training and self.train_iter == 5 and distributed.rank() == 0):
                 self.pred = self.pred + self.model.more(h)
 
     return learner(Later(0.0), cls=Last, dls=make_loaders(24))
@@ -1276,7 +1276,7 @@ class CancelInHook(Callback):
 
     def before_fit(self):
         def leave(*_):
-            if self.training and self.train_iter == 1 and self.only in (None, world.rank()):
+            if self.training and self.train_iter == 1 and self.only in (None, distributed.rank()):
                 raise CancelBatchException
 
         self.handle = self.model[1].register_forward_hook(leave)
@@ -1315,7 +1315,7 @@ def _():
 @job("a NaN on one rank")
 def _():
     def spoil(cb):
-        if cb.training and cb.train_iter == 1 and world.is_main():
+        if cb.training and cb.train_iter == 1 and distributed.is_main():
             cb.learn.loss_grad = cb.loss_grad * float("nan")
 
     return learner(cbs=Callback(after_loss=spoil))

@@ -6,7 +6,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from learnerkit import Callback, DataLoaders, Learner, set_seed, world
+from learnerkit import Callback, DataLoaders, Learner, distributed, set_seed
 
 WEIGHTS = torch.tensor([0.5, 1.0, 3.0])
 LOSSES = {
@@ -103,7 +103,7 @@ class Batches(Callback):
 def recomputed(model, loss, batches):
     """(spread, parts, count, samples, squared norm) of each step, from the batches of all ranks."""
     found = []
-    for ranks in zip(*world.all_gather(batches.steps), strict=True):
+    for ranks in zip(*distributed.all_gather(batches.steps), strict=True):
         parts = [batch for rank in ranks for batch in rank]
         sums, counts = zip(*((s.sum(0), c.sum()) for s, c in (per_sample(model, loss, *p) for p in parts)), strict=True)
         count, mean = sum(counts), sum(sums) / sum(counts)

@@ -25,11 +25,11 @@ from learnerkit import (
     Learner,
     Metric,
     accuracy,
+    distributed,
     mae,
     perplexity,
     rmse,
     set_seed,
-    world,
 )
 
 CLASSES = 3
@@ -329,7 +329,7 @@ def fit_in(way: str, loss: str) -> dict:
         train, valid = (TensorDataset(x, y.clamp(min=-1)) for x, y in (train.tensors, valid.tensors))
     if "model" in kwargs:
         train, valid = Mapped(train), Mapped(valid)
-    bs, split, accumulation = WAYS[way](world.world_size())
+    bs, split, accumulation = WAYS[way](distributed.world_size())
     dls = DataLoaders.from_datasets(train, valid, bs=bs, valid_bs=4, shuffle=not tokens)
     learn, seen = Learner(dls, kwargs.pop("model", make_model)(), opt_func=sgd, **kwargs), AtSteps()
     with learn.distrib_ctx(split_batches=split, **SHARDING):
@@ -387,14 +387,14 @@ ON = ("all", "rank0")
 def fit_batch_norm() -> list:
     """The sizes of the batches in training."""
     data, found = make_data(22), []
-    for bs, split in ((5, True), (5, False), (3, False))[: None if world.world_size() > 1 else 2]:
+    for bs, split in ((5, True), (5, False), (3, False))[: None if distributed.world_size() > 1 else 2]:
         model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, CLASSES)).double()
         sizes = []
         look = Callback(before_backward=lambda cb, sizes=sizes: sizes.append(cb.batch_size))
         learn = Learner(DataLoaders.from_datasets(data, bs=bs), model, nn.CrossEntropyLoss(), opt_func=sgd, cbs=look)
         with learn.distrib_ctx(split_batches=split, sync_bn=False, **SHARDING):
             learn.fit(1)
-        assert all(world.same_everywhere(w.tolist()) for w in weights(learn).values())
+        assert all(distributed.same_everywhere(w.tolist()) for w in weights(learn).values())
         found.append(sizes)
     return found
 

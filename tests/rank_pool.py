@@ -246,15 +246,15 @@ def main(address: str) -> None:
 
     import torch
 
-    from learnerkit import world
+    from learnerkit import distributed
 
     faulthandler.register(SHOW_STACKS, all_threads=True)
     torch.set_num_threads(1)
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(address)
     tests = Peer(connection)
-    tests.send((world.rank(), os.getpid()))
-    world.join(timeout=120)
+    tests.send((distributed.rank(), os.getpid()))
+    distributed.join(timeout=120)
     gc.freeze()  # what is imported by now need not be looked through after each test
     while True:
         try:
@@ -270,10 +270,10 @@ def run(file: str, module: str, name: str, kwargs: dict, folder: str, filters: S
 
     from guards import nothing_left_behind, seed
 
-    from learnerkit import world
+    from learnerkit.distributed import facts
 
     os.chdir(folder)
-    world._warned.clear()
+    facts._warned.clear()
     seed()
     try:
         function = getattr(load(file, module), name)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from learnerkit import AccumMetric, DataLoaders, GradientAccumulation, Learner, mae, set_seed, world
+from learnerkit import AccumMetric, DataLoaders, GradientAccumulation, Learner, distributed, mae, set_seed
 
 N, SIZE = 23, 6  # samples and those of a batch: the last batch has five, which no world size divides
 WIDTH = 4
@@ -339,7 +339,7 @@ def do(name: str) -> dict:
         if job.loss is not None:
             found["validation"] = learn.validate(ds_idx=0)
             found["predictions"] = learn.get_preds(with_input=job.inputs)
-            if not job.inputs and world.world_size() > 1:
+            if not job.inputs and distributed.world_size() > 1:
                 with pytest.raises(ValueError, match="leave with_input out|packed sequences"):
                     learn.get_preds(with_input=True)
         elif name == "detection":

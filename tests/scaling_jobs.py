@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.data import DataLoader, Dataset
 
-from learnerkit import Callback, DataLoaders, Learner, world
+from learnerkit import Callback, DataLoaders, Learner, distributed
 
 SECONDS = 0.03
 BYTES_PER_SECOND = 1e7
@@ -127,7 +127,7 @@ class SlowLinks(Callback):
             link.submit(send, state, bucket, done)
             return done
 
-        ddp.register_comm_hook(world.group("gradients"), hook)
+        ddp.register_comm_hook(distributed.group("gradients"), hook)
 
 
 PART_OF = {
@@ -152,7 +152,7 @@ def make_learner(
         times: as much work on the faulty rank, where that is the fault.
         kwargs: the Learner's.
     """
-    mine = fault if world.rank() == rank or fault == "links" else "none"
+    mine = fault if distributed.rank() == rank or fault == "links" else "none"
     torch.manual_seed(seed)
     data = Rows(SECONDS if mine == "dataset" else 0.0, n)
     dls = DataLoaders(DataLoader(data, 8, shuffle=True, num_workers=workers), DataLoader(data, 8), device="cpu")

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 
 import learnerkit
-from learnerkit import Callback, DataLoaders, Learner, set_seed, world
+from learnerkit import Callback, DataLoaders, Learner, distributed, set_seed
 
 CLASSES = 3
 
@@ -62,7 +62,7 @@ class Checks(Callback):
 
     def before_step(self):
         shards = self.learn.shards
-        assert (shards is not None) is (world.world_size() > 1)
+        assert (shards is not None) is (distributed.world_size() > 1)
         if shards is None:
             return
         for name, p in self.learn.model.named_parameters():
@@ -113,7 +113,7 @@ def done(job: Job, options: dict[str, Any] | None) -> dict[str, Any]:
     """What a job comes to on this rank, with all others (with the options of the context) or alone (`None`)."""
     set_seed(42)
     if options is None:
-        with world.alone(), warnings.catch_warnings():
+        with distributed.alone(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # each process trains alone here, which is meant
             return results(job, job.make())
     learn = job.make()
@@ -171,7 +171,7 @@ def check(name: str) -> None:
     alone, together = done(one, None), done(one, {"shard": True})
     for key, value in alone.items():
         equal(together[key], value, f"{name}, {key}")
-    everyone = world.all_gather(together)
+    everyone = distributed.all_gather(together)
     for rank, other in enumerate(everyone):
         torch.testing.assert_close(
             together, other, rtol=0, atol=0, equal_nan=True, msg=lambda m, r=rank: f"{name}, rank {r}: {m}"
@@ -535,7 +535,7 @@ class Stream(IterableDataset):
     def __iter__(self):
         assert get_worker_info() is None
         x, y = make_data(17).tensors
-        rank, n = world.rank(), world.world_size()
+        rank, n = distributed.rank(), distributed.world_size()
         first = 5 * rank
         last = 17 if rank == n - 1 else first + 5
         yield from zip(x[first:last], y[first:last], strict=True)
@@ -624,7 +624,7 @@ class GenerateInside(Callback):
 
     def after_pred(self):
         if not self.training:
-            times = 1 + world.rank() + self.iter
+            times = 1 + distributed.rank() + self.iter
             assert isinstance(self.model.generate(self.xb[0], times), float)
             self.said.append(self.model.generate(torch.ones(1, 13, dtype=torch.float64), 2))
 
@@ -640,7 +640,7 @@ class PredictInside(Callback):
     def after_batch(self):
         if self.training and self.train_iter in (2, 4):
             self.said.append(self.learn.validate())
-            data = make_data(5 if world.world_size() == 1 else 5, seed=4)
+            data = make_data(5 if distributed.world_size() == 1 else 5, seed=4)
             self.said.append(self.learn.get_preds(dl=DataLoader(data, 2))[0])
 
     def before_fit(self):

@@ -27,7 +27,7 @@ PACKAGE = ROOT / "learnerkit"
 LAYERS = [
     ["text", "endings", "state", "torch_internals", "host_scalars", "shards"],
     ["launch", "utils", "files", "events"],
-    ["world", "optim", "processes"],
+    ["distributed", "optim", "processes"],
     ["callback", "data", "datasets", "large"],
     ["explain"],
     ["gradient_mean", "run_state"],
@@ -38,7 +38,7 @@ LAYERS = [
     ["scaling", "loggers"],
     ["export", "notebook", "preflight", "sweep"],
     ["learner", "doctor"],
-    ["images", "language", "tabular", "vision", "__init__", "__main__"],
+    ["images", "language", "tabular", "vision", "world", "__init__", "__main__"],
 ]
 
 # A worker runs the user's own script as `__main__`; nothing else is run as code.
@@ -115,7 +115,14 @@ def own_imports(name):
 
 def test_every_module_has_its_layer():
     assert [name for name in MODULES if layer(name) is None] == []
-    assert {"learner", "callback", "callbacks.recorder", "parallel", "parallel.distributed", "world"} <= MODULES.keys()
+    assert {
+        "learner",
+        "callback",
+        "callbacks.recorder",
+        "parallel",
+        "parallel.distributed",
+        "distributed",
+    } <= MODULES.keys()
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -132,7 +139,7 @@ def test_no_two_modules_need_each_other():
 
 
 def test_the_check_of_imports_sees_what_it_should():
-    assert {"callback", "arguments", "callbacks.recorder", "data.loaders", "parallel", "world"} <= set(
+    assert {"callback", "arguments", "callbacks.recorder", "data.loaders", "parallel", "distributed"} <= set(
         own_imports("learner")
     )
     assert "learner" not in set(own_imports("callback"))  # there it is for type checkers alone
@@ -140,7 +147,7 @@ def test_the_check_of_imports_sees_what_it_should():
 
 def test_the_lower_layers_know_torch_and_the_standard_library_alone():
     allowed = set(sys.stdlib_module_names) | {"torch", "numpy", "safetensors", "learnerkit"}
-    for name in (name for name in MODULES if layer(name) <= layer("world")):
+    for name in (name for name in MODULES if layer(name) <= layer("distributed")):
         assert {module.split(".")[0] for module, _ in imported(MODULES[name])} <= allowed, name
 
 

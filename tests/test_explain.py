@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from learnerkit import AccumMetric, Callback, DataLoaders, Learner, PeerError, world
+from learnerkit import AccumMetric, Callback, DataLoaders, Learner, PeerError, distributed
 from learnerkit.explain import mends
 
 
@@ -345,10 +345,10 @@ def test_a_model_without_a_registered_layer_says_so():
 @pytest.mark.ranks(2)
 def test_a_mistake_is_explained_on_the_rank_that_fails():
     labels = torch.arange(16) % 3
-    labels[8:] += world.rank() * 9  # rank 1 fails alone
+    labels[8:] += distributed.rank() * 9  # rank 1 fails alone
     learn = learner(DataLoaders.from_datasets(images(1, 4, 4, labels=labels, n=16), bs=4, shuffle=False, device="cpu"))
     with learn.no_logging(), learn.distrib_ctx(), pytest.raises((IndexError, PeerError)) as e:
         learn.fit(1)
-    rank1 = world.rank() == 1
+    rank1 = distributed.rank() == 1
     assert isinstance(e.value, IndexError if rank1 else PeerError)
     assert [note for note in notes(e.value) if "outputs, for classes 0 to 2" in note] == notes(e.value)[:rank1]

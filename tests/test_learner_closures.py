@@ -22,8 +22,8 @@ from learnerkit import (
     Learner,
     MixedPrecision,
     MixUp,
+    distributed,
     mae,
-    world,
 )
 
 
@@ -280,7 +280,7 @@ class LeavesLater(Learner):
     def _step(self):
         if not self.left:
             self.closure()()
-            if world.rank() == 1:
+            if distributed.rank() == 1:
                 self.left = True
                 raise CancelStepException
         self.opt.step()
@@ -306,7 +306,7 @@ def test_ranks_with_a_closure_stay_equal_after_a_resume(tmp_path):
             learn.fit(n)
         found.append(weights(learn.model))
     close(found[1], weights(by_hand(searching)[0]))
-    assert all(map(same_weights, [found[1]] * world.world_size(), world.all_gather(found[1])))
+    assert all(map(same_weights, [found[1]] * distributed.world_size(), distributed.all_gather(found[1])))
 
 
 class TwoLosses(nn.Module):

@@ -20,8 +20,8 @@ from learnerkit import (
     Learner,
     TorchScheduler,
     ValidateEvery,
+    distributed,
     mae,
-    world,
 )
 
 pytestmark = pytest.mark.ranks(2)
@@ -78,7 +78,7 @@ def equal_to_one_process(use, **kwargs):
     assert alone.recorder.iters == learn.recorder.iters
     assert close(alone.recorder.values, learn.recorder.values), (alone.recorder.values, learn.recorder.values)
     assert alone.recorder.hps == learn.recorder.hps
-    assert all(torch.equal(weights(learn), other) for other in world.all_gather(weights(learn)))
+    assert all(torch.equal(weights(learn), other) for other in distributed.all_gather(weights(learn)))
     return alone, learn
 
 
@@ -218,7 +218,7 @@ def test_the_rate_finder_finds_the_same_and_leaves_no_trace():
     (alone, here), (learn, there) = both(find)
     assert close(list(here), list(there)), (here, there)
     assert close(weights(alone), weights(learn))
-    assert all(tuple(there) == other for other in world.all_gather(tuple(there)))
+    assert all(tuple(there) == other for other in distributed.all_gather(tuple(there)))
 
 
 @pytest.mark.slow
@@ -229,7 +229,7 @@ def test_the_rate_finder_finds_the_same_with_accumulation():
 
 def test_an_error_on_one_rank_in_the_rate_finder_leaves_no_trace():
     def fail(cb):
-        if world.rank() == 1 and cb.task == "lr_find" and cb.train_iter == 20:
+        if distributed.rank() == 1 and cb.task == "lr_find" and cb.train_iter == 20:
             raise ZeroDivisionError("of rank 1")
 
     learn = make_learner()
@@ -248,7 +248,7 @@ def test_ctrl_c_on_one_rank_ends_the_rate_finder():
     def press(cb):
         if cb.task == "lr_find":
             steps.append(cb.train_iter)
-            if world.is_main() and cb.train_iter == 5:
+            if distributed.is_main() and cb.train_iter == 5:
                 signal.raise_signal(signal.SIGINT)
 
     learn = make_learner()
@@ -263,14 +263,16 @@ def test_models_that_differ_are_rank_0s():
     learn, alone = make_learner(), make_learner()
     with torch.no_grad():
         for p in learn.model.parameters():
-            p.add_(world.rank())
+            p.add_(distributed.rank())
     with learn.no_logging(), learn.distrib_ctx():
         assert close(learn.get_preds()[0], alone.get_preds()[0])
     assert torch.equal(weights(learn), weights(alone))
 
 
 def test_models_that_differ_in_their_shapes_are_refused():
-    learn = make_learner(model=nn.Sequential(nn.Linear(4, 8 + world.rank()), nn.Tanh(), nn.Linear(8 + world.rank(), 1)))
+    learn = make_learner(
+        model=nn.Sequential(nn.Linear(4, 8 + distributed.rank()), nn.Tanh(), nn.Linear(8 + distributed.rank(), 1))
+    )
     with learn.distrib_ctx(), raises(ValueError, "differs between ranks in its parameters' shapes"):
         learn.validate()
 
@@ -282,4 +284,4 @@ def test_augmented_predictions_are_those_of_one_process():
 
 def test_predictions_augmented_by_chance_are_the_same_on_all_ranks():
     _, (_, (by_chance, _)) = both(lambda learn: learn.tta(batch_tfms=lambda x: x + torch.rand_like(x)))
-    assert all(torch.equal(by_chance, other) for other in world.all_gather(by_chance))
+    assert all(torch.equal(by_chance, other) for other in distributed.all_gather(by_chance))

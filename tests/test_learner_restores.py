@@ -20,7 +20,7 @@ from helpers import (
 from torch import nn
 from torch.utils.data import DataLoader
 
-from learnerkit import Callback, CancelFitException, DataLoaders, mae, world
+from learnerkit import Callback, CancelFitException, DataLoaders, distributed, mae
 from learnerkit.events import CancelException, Event
 
 
@@ -263,10 +263,10 @@ def test_a_callback_whose_before_failed_half_way_cleans_up_too():
 
 
 def test_a_cleanup_may_not_communicate(monkeypatch):
-    learn = make_learner(cbs=Callback(cleanup_fit=lambda cb: world.barrier()))
+    learn = make_learner(cbs=Callback(cleanup_fit=lambda cb: distributed.barrier()))
     learn.fit(1)  # on one process there is nobody to wait for
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(RuntimeError, match=r"Callback.cleanup_fit called world.barrier"):
+    with pytest.raises(RuntimeError, match=r"Callback.cleanup_fit called distributed.barrier"):
         learn.validate(cbs=raising("before_fit", CancelFitException, order=99))
 
 

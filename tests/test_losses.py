@@ -13,8 +13,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from learnerkit import Callback, DataLoaders, GradientAccumulation, Learner, MixUp, world
+from learnerkit import Callback, DataLoaders, GradientAccumulation, Learner, MixUp
 from learnerkit.callbacks.recorder import LossMeter
+from learnerkit.distributed import facts
 from learnerkit.losses import (
     LossWeight,
     OwnLoss,
@@ -341,7 +342,7 @@ DOUBTFUL = {  # what is in the batch beside the inputs: (targets, what is told)
 
 @pytest.mark.parametrize("kind", DOUBTFUL)
 def test_what_is_not_known_is_told_in_the_first_batch_of_a_fit_and_once(kind, monkeypatch):
-    monkeypatch.setattr(world, "_warned", set())
+    monkeypatch.setattr(facts, "_warned", set())
     targets, words = DOUBTFUL[kind]
     batch, told = {"x": torch.randn(6, 1), **targets}, []
     part = {key: t[:3] for key, t in batch.items()}  # of which the same would be said with other numbers
@@ -900,7 +901,7 @@ class Ends(nn.Module):
     ],
 )
 def test_what_the_loss_does_again_is_warned_of_at_the_first_batch(end, loss, doubt, monkeypatch, capsys):
-    monkeypatch.setattr(world, "_warned", set())
+    monkeypatch.setattr(facts, "_warned", set())
     x, target = torch.randn(8, 4), torch.arange(8) % 3
     if not is_cross_entropy(loss):
         target = F.one_hot(target, 3).float()
@@ -927,7 +928,7 @@ def test_what_the_loss_does_again_is_warned_of_at_the_first_batch(end, loss, dou
     ],
 )
 def test_inputs_that_tell_nothing_are_warned_of_at_the_first_batch(x, keeps, told, monkeypatch):
-    monkeypatch.setattr(world, "_warned", set())
+    monkeypatch.setattr(facts, "_warned", set())
 
     class Model(nn.Linear):
         def forward(self, x):

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from learnerkit import Callback, CancelBackwardException, CancelBatchException, DataLoaders, Learner, world
+from learnerkit import Callback, CancelBackwardException, CancelBatchException, DataLoaders, Learner, distributed
 
 pytestmark = pytest.mark.ranks(2)
 
@@ -170,14 +170,14 @@ def test_a_rank_that_leaves_a_batch_counts_nothing(event):
     """Rank 1 leaves each batch: the steps are those of rank 0's samples."""
 
     def leave(cb):
-        if cb.training and world.rank() == 1:
+        if cb.training and distributed.rank() == 1:
             raise CancelBackwardException if event == "before_backward" else CancelBatchException
 
     learn = make_learner(Parts, bs=4, loss_weight=WEIGHTS, cbs=[NotesWeights, Callback(**{event: leave}, order=5)])
     seen = []
     with learn.no_logging(), learn.distrib_ctx(split_batches=True):
         learn.fit(1, cbs=Callback(before_batch=lambda cb: seen.append(cb.batch) if cb.training else None, order=-5))
-    batches = world.broadcast(seen)
+    batches = distributed.broadcast(seen)
     model = make_learner(Parts).model
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     for x, y in batches:

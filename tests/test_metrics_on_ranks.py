@@ -18,7 +18,7 @@ from metric_catalogue import (
 )
 from torch import nn
 
-from learnerkit import accuracy, world
+from learnerkit import accuracy, distributed
 from learnerkit.metrics import make_meters
 from learnerkit.metrics.libraries import torchmetrics_in
 from learnerkit.metrics.meters import GatheringMeter
@@ -57,10 +57,10 @@ def on_ranks(metric, batches, deal, meter=None):
     meter.numbers = flat
     meter.reset()
     for place, ((pred, *targets), rank) in enumerate(zip(batches, deal, strict=True)):
-        if rank % world.world_size() == world.rank():
+        if rank % distributed.world_size() == distributed.rank():
             meter.update(place, 1, pred, tuple(targets))
     found = meter.result(sharded=True)
-    with world.no_collectives("the user's compute"):
+    with distributed.no_collectives("the user's compute"):
         return found, flat(metric.compute())
 
 
@@ -320,7 +320,7 @@ def test_a_result_in_between_changes_nothing():
         meter.numbers = flat
         meter.reset()
         for place, batch in enumerate(batches):
-            if place % 2 == world.rank():
+            if place % 2 == distributed.rank():
                 meter.update(place, 1, batch[0], batch[1:])
             meter.result(sharded=True)
         assert agree(meter.result(sharded=True), expected)
@@ -339,7 +339,7 @@ def test_the_users_object_communicates_again_after_its_reset():
     with pytest.raises(RuntimeError, match="SumMetric holds what all ranks have seen"):
         metric.compute()
     metric.reset()
-    metric.update(torch.tensor(1.0 + world.rank()))
+    metric.update(torch.tensor(1.0 + distributed.rank()))
     assert metric.compute() == 3
 
 
@@ -392,7 +392,7 @@ def test_the_users_objects_hold_the_whole_after_a_fit():
     assert values == pytest.approx(recorded)
     assert values == pytest.approx(after_fit)
     assert values == pytest.approx(after_validation)
-    assert world.same_everywhere([round(v, 6) for v in values])
+    assert distributed.same_everywhere([round(v, 6) for v in values])
 
 
 def test_on_one_process_too():
@@ -417,7 +417,7 @@ def test_a_metric_that_depends_on_how_samples_are_cut_is_warned_of_once():
         learn.validate()
         learn.validate()
     said = [str(w.message) for w in caught if "depends on how the samples are cut" in str(w.message)]
-    assert len(said) == (world.rank() == 0), said
+    assert len(said) == (distributed.rank() == 0), said
     assert all("'geometric'" in text and "AccumMetric" in text for text in said)
 
 
@@ -433,6 +433,6 @@ def test_shares_of_tokens_are_weighted_by_the_tokens_that_count():
             (meter,) = make_meters(accuracy, loss)
             meter.reset()
             for i, rank in enumerate(deal):
-                if rank == world.rank():
+                if rank == distributed.rank():
                     meter.update(i, 1, pred[i : i + 1], (target[i : i + 1],))
             assert meter.result(sharded=True) == pytest.approx(whole.item(), abs=1e-12)

@@ -7,7 +7,7 @@ import pytest
 import rank_pool
 from rank_pool import RankPools, Ranks, RanksFailed
 
-from learnerkit import world
+from learnerkit import distributed
 
 pytestmark = pytest.mark.slow  # each failure costs new processes
 
@@ -21,18 +21,18 @@ def pools():
 
 
 def rank_and_process():
-    return world.rank(), os.getpid()
+    return distributed.rank(), os.getpid()
 
 
 def fail_on_rank_1():
-    assert world.rank() == 0, "rank 1 cannot"
-    world.barrier()
+    assert distributed.rank() == 0, "rank 1 cannot"
+    distributed.barrier()
 
 
 def die_on_rank_1():
-    if world.rank() == 1:
+    if distributed.rank() == 1:
         os._exit(3)
-    world.barrier()
+    distributed.barrier()
 
 
 def hang():

@@ -9,7 +9,15 @@ from helpers import make_data, make_learner, make_model, mostly_slow, raises, sa
 from torch.optim import SGD
 from torch.utils.data import DataLoader
 
-from learnerkit import EMA, Callback, CheckpointError, DataLoaders, EarlyStoppingCallback, GradientAccumulation, world
+from learnerkit import (
+    EMA,
+    Callback,
+    CheckpointError,
+    DataLoaders,
+    EarlyStoppingCallback,
+    GradientAccumulation,
+    distributed,
+)
 from learnerkit.utils import same
 
 
@@ -198,5 +206,5 @@ def test_on_ranks_a_fit_goes_on_from_the_states_that_they_have_taken():
     assert same_weights(first.model, again.model)
     assert again.recorder.losses == first.recorder.losses
     assert again.counting.seen == first.counting.seen
-    mine, others = taking.state, world.all_gather(taking.state)
+    mine, others = taking.state, distributed.all_gather(taking.state)
     assert all(same(mine[name], other[name]) for other in others for name in mine if name not in ("rank", "callbacks"))

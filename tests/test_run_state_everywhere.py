@@ -9,7 +9,7 @@ from helpers import make_data, make_learner, make_model, mostly_slow, same_weigh
 from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
-from learnerkit import Callback, CheckpointCallback, DataLoaders, DriftCheck, Learner, world
+from learnerkit import Callback, CheckpointCallback, DataLoaders, DriftCheck, Learner, distributed
 from learnerkit.notebook import transfer
 from learnerkit.scaling.parts import Clock
 from learnerkit.scaling.trials import run_trial
@@ -200,7 +200,7 @@ CHANGES = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_difference_between_ranks_is_found(name):
     def hook(cb):
-        if world.rank() and cb.train_iter == 1:
+        if distributed.rank() and cb.train_iter == 1:
             CHANGES[name](cb.learn)
 
     learn, found = make([Callback(after_step=hook, order=20), DriftCheck(every=1)]), ""

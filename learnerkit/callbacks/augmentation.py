@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from learnerkit import arguments, world
+from learnerkit import arguments, distributed
 from learnerkit.callback import Callback
 from learnerkit.data.rows import draw_seed
+from learnerkit.distributed import seeds
 from learnerkit.losses import no_loss
 from learnerkit.utils import describe, overrides
 
@@ -29,7 +30,7 @@ class _Drawing(Callback):
         learn = self.learn
         position = learn._position
         seed = torch.initial_seed() if position is None else position.seed()
-        self._seeds[True] = world.mixed_seed(seed, learn.n_fits, learn.epoch)
+        self._seeds[True] = seeds.mixed_seed(seed, learn.n_fits, learn.epoch)
 
     def before_validate(self) -> None:
         if self.run_valid:
@@ -38,13 +39,13 @@ class _Drawing(Callback):
     def _seed(self, *more: Any) -> int:
         "The seed of this batch on this rank."
         learn = self.learn
-        rank = world.rank() if learn.n_ranks > 1 else 0
-        return world.mixed_seed(self._seeds.get(learn.training, 0), learn.iter, rank, *more)
+        rank = distributed.rank() if learn.n_ranks > 1 else 0
+        return seeds.mixed_seed(self._seeds.get(learn.training, 0), learn.iter, rank, *more)
 
     def _stream(self) -> AbstractContextManager:
         "A context in which this callback draws from its own stream."
         others = [cb for cb in self.learn.cbs if isinstance(cb, _Drawing)]
-        return world.own_stream(self._seed(others.index(self)), self.learn.dls.device)
+        return seeds.own_stream(self._seed(others.index(self)), self.learn.dls.device)
 
 
 class BatchTransform(_Drawing):

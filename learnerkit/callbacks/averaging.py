@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
-from learnerkit import arguments, world
+from learnerkit import arguments, distributed
 from learnerkit.callback import Callback
 from learnerkit.data.iterable import source_of
 from learnerkit.data.order import order_sources, put_states, states_of
@@ -267,7 +267,7 @@ class EMA(_Averaging):
             if not spanned_devices(target):
                 target.to(self.learn.dls.device)
             if self.learn.n_ranks > 1:
-                world.give_values([*beside.values()])  # every rank must reach this
+                distributed.give_values([*beside.values()])  # every rank must reach this
 
     def _beside(self) -> dict[str, Tensor]:
         "What the module has beside the learner's model, which is saved with all that it has."
@@ -354,7 +354,7 @@ class EMA(_Averaging):
         "Give every rank rank 0's average of buffers, which each makes of its own; every rank must reach this."
         if self.learn.n_ranks > 1 and not self._users:
             buffers = [self._average[name] for name, t in self._own.items() if not isinstance(t, nn.Parameter)]
-            world.broadcast_into(buffers if self._average else [])
+            distributed.broadcast_into(buffers if self._average else [])
 
     def state_dict(self) -> dict[str, Any]:
         """The average, what the module has of its own, and how often it was updated, after how many steps.
@@ -476,7 +476,7 @@ class SWA(_Averaging):
                 self._average[names[id(getattr(norm, kind))]].copy_(value)
 
     def after_fit(self) -> None:
-        if self._own and not self.n_averaged and world.is_main():
+        if self._own and not self.n_averaged and distributed.is_main():
             warn(f"SWA averaged nothing: no epoch of this fit began at start={self.start} or later")
         super().after_fit()
 
@@ -527,7 +527,7 @@ class _Statistics(Callback):
         if self.learn.n_ranks > 1:
             sums = [torch.stack((n.running_mean, n.running_var)).double() * n.num_batches_tracked for n in self.norms]
             sizes = [t.numel() for t in sums]
-            total = world.reduce(torch.cat([*(t.flatten() for t in sums), torch.stack(counts).double()]))
+            total = distributed.reduce(torch.cat([*(t.flatten() for t in sums), torch.stack(counts).double()]))
             *parts, totals = total.split([*sizes, len(counts)])
             counts = [count.to(torch.long) for count in totals]
             means = [(part / count).view(2, -1) for part, count in zip(parts, counts, strict=True)]

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from learnerkit import world
 from learnerkit.callbacks.precision import MixedPrecision, predictions_in_float32
 from learnerkit.data.batches import Rows, get_field, in_float32, map_batch, tensors_in, with_rows
 from learnerkit.data.cuts import cut_rows, even_sizes, row_counts
+from learnerkit.distributed import seeds
 from learnerkit.explain import is_out_of_memory
 from learnerkit.gradient_mean import GradientMean, host_count, scale_each
 from learnerkit.losses import loss_sums, output_of, pass_kept, take_loss, wants_loss, weighting_of
@@ -177,14 +177,14 @@ class Batches:
         device = self.learn.dls.device
         if self._buffers is not None:
             self._buffers.keep()
-        host: Any = world.seed_states() if everything else torch.get_rng_state()
-        self._streams = host, [] if device.type == "cpu" else world.device_states(device)
+        host: Any = seeds.seed_states() if everything else torch.get_rng_state()
+        self._streams = host, [] if device.type == "cpu" else seeds.device_states(device)
 
     def _put_back(self) -> None:
         """Put back what `_note` has noted."""
         host, of_device = self._streams
-        (world.set_seed_states if isinstance(host, tuple) else torch.set_rng_state)(host)
-        world.set_device_states(self.learn.dls.device, of_device)
+        (seeds.set_seed_states if isinstance(host, tuple) else torch.set_rng_state)(host)
+        seeds.set_device_states(self.learn.dls.device, of_device)
         if self._buffers is not None:
             self._buffers.put_back()
         if _versions(self._xb) != self._versions_of_inputs:
@@ -337,7 +337,7 @@ class Batches:
         keeps = len(self.cut) == 1 or not learn.training or self.cb.keeps_predictions()
         with self._passes() as found:
             for part in self.cut:
-                part.streams = world.seed_states(), world.device_states(learn.dls.device)
+                part.streams = seeds.seed_states(), seeds.device_states(learn.dls.device)
                 self._enter(part)
                 if wants_loss(learn):
                     take_loss(learn)
@@ -493,8 +493,8 @@ class Part:
 
     def draw_again(self, device: torch.device) -> None:
         """Give the generators the states with which this part began."""
-        world.set_seed_states(self.streams[0])
-        world.set_device_states(device, self.streams[1])
+        seeds.set_seed_states(self.streams[0])
+        seeds.set_device_states(device, self.streams[1])
 
 
 class _Way(NamedTuple):

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from learnerkit import world
+from learnerkit import distributed
 from learnerkit.callback import Callback
 from learnerkit.data.batches import map_batch, to_device
 from learnerkit.data.cuts import cut_rows, even_sizes, join_rows, map_rows, parted, row_counts, rows_in
@@ -205,6 +205,6 @@ class CarriedState(Callback):
         if self.learn.n_ranks == 1:
             return whole
         total = next((t.shape[self.dim] for t in rows_in(whole, self.dim)), 0)
-        sizes = even_sizes(total, world.world_size(), 1)
-        start = sum(sizes[: world.rank()])
-        return cut_rows(whole, self.dim, start, start + sizes[world.rank()])
+        sizes = even_sizes(total, distributed.world_size(), 1)
+        start = sum(sizes[: distributed.rank()])
+        return cut_rows(whole, self.dim, start, start + sizes[distributed.rank()])

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.profiler import profile, schedule
 
-from learnerkit import arguments, world
+from learnerkit import arguments, distributed
 from learnerkit.callback import Callback
 from learnerkit.data.batches import loader_len, map_batch, to_device
 from learnerkit.data.cuts import Share
@@ -67,7 +67,7 @@ class RepeatingLoader(LoaderView):
         batch, facts = self.kept[index]
         share = facts["share"]
         if share is not None:  # every batch needs its own place, a repeated one too
-            share = share._replace(place=share.place + (step - index) * world.world_size())
+            share = share._replace(place=share.place + (step - index) * distributed.world_size())
         self.share, self.sample = share, facts["sample"]
         return map_batch(torch.clone, batch)  # a copy, since a callback may change it in place
 
@@ -216,7 +216,7 @@ class ProfilerCallback(Callback):
 
     def _write(self, profiler: profile) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / f"fit{self.learn.n_fits}-rank{world.rank()}.pt.trace.json"
+        path = self.folder / f"fit{self.learn.n_fits}-rank{distributed.rank()}.pt.trace.json"
         profiler.export_chrome_trace(str(path))
         self.path = path
         first, last = self.steps
@@ -227,5 +227,5 @@ class ProfilerCallback(Callback):
         profiler, self._profiler = self._profiler, None
         if profiler is not None:
             profiler.stop()
-            if self.path is None and world.is_main():
+            if self.path is None and distributed.is_main():
                 warn(f"no step was recorded: the fit has read fewer than {self.steps[0] + 1} training batches")

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from learnerkit import arguments, optim, world
+from learnerkit import arguments, distributed, optim
 from learnerkit.callbacks.recorder import Smoother, plot_lr_find
 from learnerkit.callbacks.schedule import SchedExp
 from learnerkit.callbacks.training import StepBudget
@@ -103,7 +103,7 @@ class LRFinder(StepBudget):
         "Record the step's loss, and end the run if it diverges."
         learn = self.learn
         # Every rank must reach this, and does: all ranks take the same steps. So all see the same loss.
-        total, count = (world.reduce(self._sums) if learn.n_ranks > 1 else self._sums).tolist()
+        total, count = (distributed.reduce(self._sums) if learn.n_ranks > 1 else self._sums).tolist()
         self._sums = torch.zeros(2, dtype=torch.float64)
         if not count:
             return
@@ -140,7 +140,7 @@ class LRFinder(StepBudget):
         # A function written for fastai returns a tuple of the rate and its point on the curve.
         suggested = self._result(*(float(rate[0] if isinstance(rate, tuple) else rate) for rate in rates))
         self.curve = lrs.tolist(), losses.tolist(), suggested._asdict()
-        if show_plot and world.is_main():
+        if show_plot and distributed.is_main():
             with suppress(ImportError):  # the suggestions do not need matplotlib
                 plot_lr_find(*self.curve)
         return suggested

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from learnerkit import arguments, optim, world
+from learnerkit import arguments, distributed, optim
 from learnerkit.callback import Callback
 from learnerkit.data.batches import in_float32, map_batch
 from learnerkit.events import CancelStepException
@@ -99,12 +99,12 @@ class MixedPrecision(Callback):
                 "give MixedPrecision a float32 model (`model.float()`), it casts by itself"
             )
         if kind == "cpu":
-            world.warn_once(
+            distributed.warn_once(
                 "mixed precision with float16 is some 30 times slower on a CPU than float32: use bf16 there "
                 "(learn.to_bf16(), or MixedPrecision('bf16'))"
             )
         self.scaler = torch.amp.GradScaler(kind, **self.scaler_kwargs)
-        self.take_scale(world.broadcast if learn.n_ranks > 1 else itself)  # every rank must reach this
+        self.take_scale(distributed.broadcast if learn.n_ranks > 1 else itself)  # every rank must reach this
         self.scaler.scale(torch.zeros((), device=learn.dls.device))  # a rank may take a step before it has a loss
         self.skipped, self._gate = 0, None
 
@@ -270,7 +270,7 @@ class GradientClip(Callback):
         norms, p = norms_of_each(list(map(local, grads)), self.norm_type), self.norm_type
         if shards := [i for i, grad in enumerate(grads) if is_shard(grad)]:
             row = torch.stack([norms[i] for i in shards])
-            row = world.reduce(row, "max") if p == math.inf else world.reduce(row**p) ** (1 / p)
+            row = distributed.reduce(row, "max") if p == math.inf else distributed.reduce(row**p) ** (1 / p)
             for i, norm in zip(shards, row.unbind(), strict=True):
                 norms[i] = norm
         return norms
@@ -344,7 +344,7 @@ class Compile(Callback):
             # For the same module torch reuses the code of an earlier run.
             set_compiled_call(model, torch.compile(plain_call(model), **self.kwargs))
         else:
-            world.warn_once(f"Compile leaves the model as it is: it is wrapped in {type(model).__name__}")
+            distributed.warn_once(f"Compile leaves the model as it is: it is wrapped in {type(model).__name__}")
 
     def cleanup_fit(self) -> None:
         if self._compiled is not None:

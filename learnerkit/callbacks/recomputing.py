@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from learnerkit import world
+from learnerkit import distributed
 from learnerkit.callback import Callback
 from learnerkit.large.units import units
 from learnerkit.utils import listify, unwrap
@@ -50,7 +50,7 @@ class ActivationCheckpointing(Callback):
     def before_fit(self) -> None:
         learn = self.learn
         if isinstance(learn.model, nn.DataParallel):
-            world.warn_once(
+            distributed.warn_once(
                 "ActivationCheckpointing leaves the model as it is: DataParallel makes copies of it for each batch"
             )
         elif learn.task not in ("validate", "predict"):

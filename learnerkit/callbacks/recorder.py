@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from learnerkit import world
+from learnerkit import distributed
 from learnerkit.callback import Callback
 from learnerkit.data.batches import in_float32, map_batch
 from learnerkit.data.show import pyplot
@@ -75,11 +75,11 @@ class LossMeter:
         if sharded:
             # A rank that has left training early, or whose data have ended, lacks the last steps. Where those of all
             # have ended, an accumulated step may have gone on. Every rank must reach this.
-            n = world.reduce(self.steps, "max")
+            n = distributed.reduce(self.steps, "max")
             steps = torch.zeros(3, n, dtype=torch.float64)
             begun = [not cancelled for cancelled in self.cancelled]
             steps[:, : len(counts)] = torch.tensor([totals, counts, begun], dtype=torch.float64)[:, :n]
-            totals, counts, begun = world.reduce(steps).tolist()
+            totals, counts, begun = distributed.reduce(steps).tolist()
             return totals, counts, [not ranks for ranks in begun]
         return totals, counts, self.cancelled
 
@@ -109,7 +109,7 @@ class LossMeter:
         if self.parts:
             found = [[*map(sum, part.totals(False, sharded=False)[:2])] for part in self.parts.values()]
             rows = torch.tensor(found, dtype=torch.float64)
-            rows = world.reduce(rows) if sharded else rows
+            rows = distributed.reduce(rows) if sharded else rows
             total, count = rows[rows[:, 1] != 0].T  # of nothing there is no mean
             return (total / count).sum().item() if len(count) else math.nan
         totals, counts, _ = self.totals(sums, sharded=False)
@@ -172,8 +172,8 @@ class Evaluation:
 
     def _check_cut(self, meter: Meter, rows: int, pred: Any, yb: tuple) -> None:
         """Warn of a metric that is not as on one process, whose batches are cut otherwise, by the first batch."""
-        if self.sharded and self.batches == 1 and world.is_main() and meter.depends_on_cut(rows, pred, yb):
-            world.warn_once(
+        if self.sharded and self.batches == 1 and distributed.is_main() and meter.depends_on_cut(rows, pred, yb):
+            distributed.warn_once(
                 f"metric {meter.name!r} {DEPENDS_ON_CUT}, and several ranks cut them otherwise than one process does: "
                 "let it be a mean over samples, count samples rather than batches, or take AccumMetric, which gets all "
                 "predictions at once"
@@ -185,7 +185,7 @@ class Evaluation:
         if not self.sharded or self.batches > 1:
             return nullcontext()
         why = "ranks may have different numbers of batches; update with the batch alone, all ranks are combined later"
-        return world.no_collectives(f"the metric {meter.name!r}", why)
+        return distributed.no_collectives(f"the metric {meter.name!r}", why)
 
     def mean_loss(self) -> float:
         """The mean loss; every rank must reach this if the data are sharded."""
@@ -193,7 +193,7 @@ class Evaluation:
 
     def metrics(self) -> list[float]:
         """The value of each metric; every rank must reach this if the data are sharded."""
-        if not (world.reduce(self.batches) if self.sharded else self.batches):
+        if not (distributed.reduce(self.batches) if self.sharded else self.batches):
             return [float("nan")] * sum(len(meter.columns) for meter in self.meters)
         self._begin()  # on a rank without data
         values = [value for meter in self.meters for value in meter.row(self.sharded)]
@@ -244,7 +244,7 @@ class EvaluationCallback(Callback):
 
     def after_validate(self) -> None:
         evaluation = self._evaluation
-        with world.grouped_collectives():
+        with distributed.grouped_collectives():
             self.values = [evaluation.mean_loss(), *evaluation.metrics()]
         if hasattr(self.learn, "recorder"):
             self.learn.recorder.note_columns(evaluation.meters)
@@ -486,7 +486,7 @@ class Recorder(Callback):
             self.lrs.append(lr if type(lr) is float else float(lr))
 
     def after_epoch(self) -> None:
-        with world.grouped_collectives():
+        with distributed.grouped_collectives():
             values = [self._train_loss(), *self._train.metrics()]
             if self.learn.dls.valid is not None:
                 values += self._columns([self._valid.mean_loss(), *self._valid.metrics()])
@@ -501,7 +501,7 @@ class Recorder(Callback):
             validation: what `Learner.validate` returned.
         """
         learn = self.learn
-        with world.grouped_collectives():
+        with distributed.grouped_collectives():
             values = [self._train.mean_loss(), *self._train.metrics()]
             values += self._columns(validation if self._valid_meters else validation[:1])
             logged = self._logged_means()
@@ -513,7 +513,7 @@ class Recorder(Callback):
         if not math.isnan(validation[0]):  # equal on all ranks
             return validation
         absent = int(self._valid.weighting.absent)
-        self._has_valid_loss = not (world.reduce(absent, "max") if self.learn.n_ranks > 1 else absent)
+        self._has_valid_loss = not (distributed.reduce(absent, "max") if self.learn.n_ranks > 1 else absent)
         return validation if self._has_valid_loss else validation[1:]
 
     def _write(self, epoch: int | str, values: list[float], logged: dict[str, float]) -> None:
@@ -531,7 +531,7 @@ class Recorder(Callback):
 
     def after_fit(self) -> None:
         # A fit cancelled during an epoch; the cancel may have reached the ranks at different events.
-        if world.reduce(int(self._in_epoch), "max") if self.learn.n_ranks > 1 else self._in_epoch:
+        if distributed.reduce(int(self._in_epoch), "max") if self.learn.n_ranks > 1 else self._in_epoch:
             self._train_loss()
 
     def _train_loss(self) -> float:
@@ -568,7 +568,7 @@ class Recorder(Callback):
         own = {name: (sum(v * w for v, w in found if w), sum(w for _, w in found)) for name, found in pairs.items()}
         totals, counts = defaultdict[str, float](float), defaultdict[str, float](float)
         # A callback may log on some ranks only, so the names travel with their sums.
-        for rank in world.all_gather(own) if self._train.sharded else [own]:
+        for rank in distributed.all_gather(own) if self._train.sharded else [own]:
             for name, (total, count) in rank.items():
                 totals[name] += total
                 counts[name] += count
@@ -600,7 +600,7 @@ class Recorder(Callback):
         self._in_epoch, self._first_batch, seconds = state["epoch"]
         self._start_time = time.perf_counter() - seconds
         ranks = [state["own"]] if "own" in state else state["ranks"]
-        if "own" not in state and not world.is_main():
+        if "own" not in state and not distributed.is_main():
             ranks = [_nothing_of(rank) for rank in ranks]
         if "_train" in vars(self):  # else nothing has run here yet, so that no epoch goes on
             self._train.load_state_dict([rank["train"] for rank in ranks])
@@ -643,7 +643,7 @@ class Recorder(Callback):
         Raises:
             ImportError: matplotlib is not installed.
         """
-        if not world.is_main():
+        if not distributed.is_main():
             return None
         if ax is None:
             ax = pyplot("plot_loss").subplots()[1]
@@ -679,7 +679,7 @@ class Recorder(Callback):
             ImportError: matplotlib is not installed.
             ValueError: a name that was not scheduled.
         """
-        if not world.is_main():
+        if not distributed.is_main():
             return None
         hps = self.hps or {"lr": self.lrs}
         keys = listify(keys) or list(hps)
@@ -703,7 +703,7 @@ class Recorder(Callback):
             ImportError: matplotlib is not installed.
             ValueError: there is no row yet.
         """
-        if not world.is_main():
+        if not distributed.is_main():
             return None
         names = dict.fromkeys(name for row in self._row_columns for name in row)
         if not names:
@@ -739,7 +739,7 @@ class Recorder(Callback):
             ImportError: matplotlib is not installed.
             ValueError: `lr_find` has not run.
         """
-        if not world.is_main():
+        if not distributed.is_main():
             return None
         if self.lr_find_curve is None:
             raise ValueError("there is no curve to plot: call learn.lr_find() first")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from learnerkit import world
+from learnerkit import distributed
 from learnerkit.callbacks.batch_parts import Batches, Part, distinct
 from learnerkit.data.batches import in_float32, tensors_in
 from learnerkit.losses import output_of, pass_kept, take_loss, wants_loss
@@ -48,7 +48,7 @@ class ShardedBatches(Batches):
         self.size = self._size() if learn.batch_size else 0
         parts, fits = cb.limits
         mine = (1 if self.size <= fits else parts, cb.is_careful or self.size > fits)
-        found, careful = zip(*world.all_gather(mine, among="votes"), strict=True)
+        found, careful = zip(*distributed.all_gather(mine, among="votes"), strict=True)
         cb.count_batch()
         self._wanted_parts, self._is_careful = max(found), any(careful)
         self._is_taken = self._wanted_parts > 1 or self._is_careful
@@ -122,7 +122,7 @@ class ShardedBatches(Batches):
         """Return the number of passes that all ranks make, once all have their values; every rank must reach this."""
         last = 0
         while True:
-            everyone = world.all_gather(mine, among="votes")
+            everyone = distributed.all_gather(mine, among="votes")
             most = max(1, *everyone)
             if most == last or all(parts in (0, most) for parts in everyone):
                 return most
@@ -160,7 +160,7 @@ class ShardedBatches(Batches):
             part = self.cut[i] if has_data and i < len(self.cut) else None
             with pass_kept(learn), self._shards.collectives() if self._is_careful else nullcontext() as done:
                 self._pass(part, ways, i, done)
-            if self._is_careful and any(world.all_gather(self._failed, among="votes")):
+            if self._is_careful and any(distributed.all_gather(self._failed, among="votes")):
                 inner.forget_calls()
                 return False
         return True

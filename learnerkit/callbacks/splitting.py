@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from learnerkit import arguments, optim, world
+from learnerkit import arguments, distributed, optim
 from learnerkit.callback import Callback, readers_of_predictions
 from learnerkit.callbacks.batch_parts import Batches, Part
 from learnerkit.callbacks.carried import CarriedState
@@ -158,7 +158,7 @@ class SplitBatch(Callback):
             return
         batch = self._open[-1] if self.learn.batch_size else None  # else there are no data here
         while True:
-            everyone = world.all_gather((batch.parts if batch else 0, self.parts), among="votes")
+            everyone = distributed.all_gather((batch.parts if batch else 0, self.parts), among="votes")
             of_batch, known = zip(*everyone, strict=True)
             most, self.parts = max(of_batch), max(known)
             if all(parts in (0, most) for parts in of_batch):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from learnerkit import arguments, world
+from learnerkit import arguments, distributed
 from learnerkit.callback import Callback
 from learnerkit.callbacks.recorder import check_monitor, monitored
 from learnerkit.callbacks.schedule import check_nobody_schedules
@@ -109,7 +109,7 @@ class TrackerCallback(Callback):
         return True
 
     def after_fit(self) -> None:
-        if self._rows and not self._rows_with_column and world.is_main():
+        if self._rows and not self._rows_with_column and distributed.is_main():
             warn(f"{self!r} did nothing: none of the fit's {self._rows} rows has a column {self.monitor!r}")
 
     def state_dict(self) -> dict[str, Any]:
@@ -217,11 +217,11 @@ class SaveModelCallback(TrackerCallback):
 
     def _load_best(self, path: Path) -> None:
         "Load a file that rank 0 has written; every rank must reach this."
-        versions = world.all_gather(_version(path)) if self.learn.n_ranks > 1 else []
+        versions = distributed.all_gather(_version(path)) if self.learn.n_ranks > 1 else []
         with ExitStack() as stack:
             if len(set(versions)) > 1:  # a machine does not have this file, or has an older one
-                content = world.broadcast(path.read_bytes() if world.is_main() else b"")
-                if versions[world.rank()] != versions[0]:
+                content = distributed.broadcast(path.read_bytes() if distributed.is_main() else b"")
+                if versions[distributed.rank()] != versions[0]:
                     path = Path(stack.enter_context(TemporaryDirectory())) / path.name
                     path.write_bytes(content)
             self.learn.load(path, with_opt=self.with_opt)
@@ -451,7 +451,7 @@ class TerminateOnNaNCallback(Callback):
     def after_cancel_fit(self) -> None:
         learn = self.learn
         # Every rank must reach this, and does: a cancel of the fit is agreed between them.
-        bad = world.all_gather(self._bad) if learn.n_ranks > 1 else [self._bad]
+        bad = distributed.all_gather(self._bad) if learn.n_ranks > 1 else [self._bad]
         epoch, step, rank, loss = min(filter(None, bad), default=(None,) * 4)
         if loss is not None:
             where = f" on rank {rank}" if learn.n_ranks > 1 else ""
@@ -468,7 +468,7 @@ class TerminateOnNaNCallback(Callback):
 
     def _check(self, loss: float, step: tuple[int, int]) -> None:
         if not math.isfinite(loss):
-            self._bad = (*step, world.rank(), loss)
+            self._bad = (*step, distributed.rank(), loss)
             raise CancelFitException
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from learnerkit import world
+from learnerkit import distributed
 from learnerkit.callback import Callback
 from learnerkit.data.position import Position
 from learnerkit.endings import ending_of
@@ -92,7 +92,7 @@ def _warn_of_dropout(model: nn.Module, in_eval: Set[str]) -> None:
         part = model.get_submodule(name)
         trained = any(p.requires_grad for p in part.parameters())
         if trained and any(isinstance(m, Dropout) and m.p > 0 for m in part.modules()):
-            world.warn_once(
+            distributed.warn_once(
                 f"{name} ({type(part).__name__}) is in eval mode and stays so while it is trained: its dropout is off. "
                 "Models loaded with from_pretrained of transformers are in eval mode: call .train() on the model "
                 "before the fit. If this is intended, freeze its parameters, or filter this warning"

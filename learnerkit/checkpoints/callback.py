@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from learnerkit import arguments, optim, world
+from learnerkit import arguments, distributed, optim
 from learnerkit.callback import is_ours
 from learnerkit.callbacks.training import StepCounter
 from learnerkit.checkpoints import state
@@ -143,7 +143,7 @@ class CheckpointCallback(StepCounter):
         lock = Lock(self.path)
         self._ends.callback(lock.release)
         self._ends.callback(lambda: self._storage.wait())  # it may be another one by then
-        with world.grouped_collectives():
+        with distributed.grouped_collectives():
             lock.acquire()
             found = self._look()
             self._looked = False  # until the fit has ended: one that fails may be tried again, from what was saved
@@ -179,7 +179,7 @@ class CheckpointCallback(StepCounter):
             return None
         end = self._end_of(fit)
         if found.info["fit"] > fit and end is None:
-            world.warn_once(
+            distributed.warn_once(
                 f"fit {fit} of this script was done before, and its end is not kept any more in {self.path / _ENDS}: "
                 f"weights and table are not what they were after it, until fit {found.info['fit']} goes on"
             )
@@ -199,7 +199,7 @@ class CheckpointCallback(StepCounter):
         """The newest checkpoint of the run, looked for once; every rank must reach this."""
         if self._looked:
             return self._found
-        used, launchers = world.broadcast(_is_used(self.path)), world.all_gather(_launcher())
+        used, launchers = distributed.broadcast(_is_used(self.path)), distributed.all_gather(_launcher())
         restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
         goes_on = (self.path / _ENDS / str(self.learn.n_fits - 1)).resolve() in _ends_here  # after a fit of this script
         if not used or (goes_on and not self.resume):
@@ -211,7 +211,7 @@ class CheckpointCallback(StepCounter):
             found, damage = _newest_of(self._storage), None
         except CheckpointError as e:  # all of them are damaged; the end of a fit may be whole
             found, damage = None, e
-        for fit in world.broadcast(sorted(_numbers(self.path / _ENDS), reverse=True)):
+        for fit in distributed.broadcast(sorted(_numbers(self.path / _ENDS), reverse=True)):
             if found is not None and (found.info["place"] == FIT or found.info["fit"] > fit):
                 break
             found = self._end_of(fit) or found
@@ -239,7 +239,7 @@ class CheckpointCallback(StepCounter):
         """The state at the end of a fit; every rank must reach this."""
         path = self.path / _ENDS / str(fit)
         try:
-            return _newest_of(Storage(path)) if world.broadcast(path.is_dir()) else None
+            return _newest_of(Storage(path)) if distributed.broadcast(path.is_dir()) else None
         except CheckpointError:  # damaged, as was warned of; the fit goes on from an earlier one
             return None
 
@@ -277,10 +277,10 @@ class CheckpointCallback(StepCounter):
         found = [f"callbacks: {line}" for line in order] + ([first_few(lines, "; ", n=12)] if lines else [])
         if found and self.strict:
             raise CheckpointError(f"strict=True, and the run is not the one that was saved: {'; '.join(found)}")
-        for line in found if world.is_main() else ():
+        for line in found if distributed.is_main() else ():
             warn(f"not as in the checkpoint: {line}")
         lost = [key for key in state.forgetful(self.learn) if key in then["order"]]
-        if lost and world.is_main():
+        if lost and distributed.is_main():
             warn(
                 f"the tensors or modules of {first_few(lost)} are not in the checkpoint and begin anew: give the "
                 "callback state_dict and load_state_dict"
@@ -288,7 +288,7 @@ class CheckpointCallback(StepCounter):
         return before["optimizer"] == now["optimizer"]
 
     def _tell(self, found: Checkpoint) -> None:
-        info, ranks = found.info, world.world_size()
+        info, ranks = found.info, distributed.world_size()
         when = {TRAIN: "in", TRAINED: "at the validation of", EPOCH: "after"}[info["place"]]
         ago, other = format_time(max(0.0, time.time() - info["time"])), ""
         if found.n_ranks != ranks:
@@ -321,7 +321,7 @@ class CheckpointCallback(StepCounter):
         vars(self)["_steps"] = steps = self._steps + 1  # at every step: an assignment to a callback takes longer
         every = self._every_steps
         is_due = bool(every) and steps // every > max(self._saved_at, 0) // every
-        if time.monotonic() > self._deadline and (learn.n_ranks == 1 or world.is_main()):
+        if time.monotonic() > self._deadline and (learn.n_ranks == 1 or distributed.is_main()):
             self._request.ask(SAVE)
         asked = self._asked()
         if not is_due and not asked:
@@ -329,7 +329,7 @@ class CheckpointCallback(StepCounter):
         # Gradients may also be kept as zeros, and those of parameters beside the optimizer are never cleared.
         grads = [local(p.grad) for p in optim.parameters_of(learn.opts) if p.grad is not None]
         kept = any(bool(grad.to_dense().any()) for grad in grads)
-        if world.reduce(int(kept), "max"):
+        if distributed.reduce(int(kept), "max"):
             return  # a callback accumulates gradients over several batches: at the end of that step
         if self._saved_at < steps - (asked == SAVE and learn.n_ranks > 1 and not is_due):
             self._save(TRAIN)
@@ -367,7 +367,7 @@ class CheckpointCallback(StepCounter):
     def after_epoch(self) -> None:
         learn = self.learn
         self._trained = None
-        asked = world.reduce(self._request.mine, "max")
+        asked = distributed.reduce(self._request.mine, "max")
         is_last = learn.epoch + 1 == learn.n_epoch if learn.n_steps is None else learn.pct_train >= 1
         if asked or is_last or self.every == "epoch":
             self._save(EPOCH)
@@ -379,9 +379,9 @@ class CheckpointCallback(StepCounter):
         self._save(FIT)
         if position is not None and position.is_unread:
             self._carried = position.state_dict(), position.own_state_dict()
-        for number in sorted(_numbers(self.path / _ENDS))[:-_FITS] if world.is_main() else ():
+        for number in sorted(_numbers(self.path / _ENDS))[:-_FITS] if distributed.is_main() else ():
             remove(self.path / _ENDS / str(number))
-        self._serve(world.reduce(self._request.mine, "max"))
+        self._serve(distributed.reduce(self._request.mine, "max"))
 
     def _save(self, place: str, now: Mapping[str, Any] | None = None) -> None:
         """Write a checkpoint unless values became NaN or infinite in this fit; every rank must reach this.
@@ -393,9 +393,9 @@ class CheckpointCallback(StepCounter):
         learn, now = self.learn, now or state_dict(self.learn, self._first)
         found = _not_finite(_values(now))
         bad = [name for name, where in found.items() if bool((where & ~self._infinite.get(name, _NOWHERE)).any())]
-        if world.reduce(int(bool(bad)), "max"):
-            everywhere = dict.fromkeys(chain(*world.all_gather(bad)))  # of shards each rank has its rows
-            if world.is_main():
+        if distributed.reduce(int(bool(bad)), "max"):
+            everywhere = dict.fromkeys(chain(*distributed.all_gather(bad)))  # of shards each rank has its rows
+            if distributed.is_main():
                 warn(f"no checkpoint is written: {first_few(everywhere)} are not finite; the last one stays")
             return
         info = {
@@ -404,7 +404,7 @@ class CheckpointCallback(StepCounter):
             "n_epoch": learn.epoch + 1 if learn.n_epoch is None else learn.n_epoch,
             "n_steps": self._steps if learn.n_steps is None else learn.n_steps,
             "runs": [run for cb in learn.cbs if isinstance(run := getattr(cb, "run_id", None), str)],
-            "launchers": sorted({*world.all_gather(_launcher())}),
+            "launchers": sorted({*distributed.all_gather(_launcher())}),
         }  # fmt: skip
         if place == FIT:
             self._storage.wait()
@@ -435,9 +435,9 @@ class CheckpointCallback(StepCounter):
         from torch.distributed import checkpoint as dcp
 
         path = Path(path)
-        if not world.is_main():
+        if not distributed.is_main():
             return path
-        with world.alone():
+        with distributed.alone():
             self._storage.wait()
             storages = [Storage(self.path), *(Storage(self.path / _ENDS / str(n)) for n in _numbers(self.path / _ENDS))]
             found = max((c for c in map(_newest_of, storages) if c is not None), key=_age, default=None)
@@ -457,7 +457,7 @@ class CheckpointCallback(StepCounter):
         if not self.save_on_signal:
             return
         if threading.current_thread() is not threading.main_thread():
-            world.warn_once(
+            distributed.warn_once(
                 "CheckpointCallback: the fit does not run in the main thread, where alone Python sees signals: none "
                 "saves"
             )
@@ -499,7 +499,7 @@ def _read_state(found: Checkpoint, learn: Any, now: dict[str, Any]) -> dict[str,
     Raises:
         CheckpointError: a value is of another type.
     """
-    then, rank = found.state(), world.rank()
+    then, rank = found.state(), distributed.rank()
     mine, file = found.own(rank), f"{found.path}/state.json: state"
     theirs = ("TorchScheduler",)  # has the state of a scheduler, which may be anybody's
     ours = {key for key, cb in keys(learn.cbs) if is_ours(type(cb)) and type(cb).__name__ not in theirs}
@@ -522,7 +522,7 @@ def _read_state(found: Checkpoint, learn: Any, now: dict[str, Any]) -> dict[str,
         own = {part: of_ours(now["rank"][part]) for part in ("callbacks", "alone")}
         check_types(mine, now["rank"] | own, f"{found.path}/rank{rank}.json: own")
     with fitting(str(found.path)):
-        if found.n_ranks != world.world_size():
+        if found.n_ranks != distributed.world_size():
             owns = [found.own(each) or {} for each in range(found.n_ranks)]
             ranks = [each["callbacks"] for each in owns]
             for key in (key for each in ranks for key in each):

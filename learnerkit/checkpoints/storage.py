@@ -36,7 +36,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from learnerkit import world
+from learnerkit import distributed
 from learnerkit.files import (
     MANIFEST,
     Buffer,
@@ -231,12 +231,12 @@ class Storage:
                     f"{self.path} on {socket.gethostname()} is not the directory that rank 0 sees under this name; "
                     "all ranks write their part of a checkpoint, so it must be on a file system that all machines share"
                 )
-            write_new(folder / f"rank{world.rank()}", [b"probe"])
+            write_new(folder / f"rank{distributed.rank()}", [b"probe"])
 
         try:
             _agree(probe)
         finally:
-            if world.is_main():
+            if distributed.is_main():
                 with suppress(OSError):
                     remove(folder)
 
@@ -317,13 +317,13 @@ class Storage:
             CheckpointError: on all ranks: there are checkpoints, and all are damaged.
         """
         self.wait()
-        listed, problems = _agree(lambda: self._list() if world.is_main() else ([], []))[0]
+        listed, problems = _agree(lambda: self._list() if distributed.is_main() else ([], []))[0]
         for problem in problems:
             self._pass_over(problem)
         for name, manifest in listed:
             checkpoint = Checkpoint(self.path / name, manifest)
             try:
-                _agree(partial(checkpoint.verify, world.rank(), world.world_size()))
+                _agree(partial(checkpoint.verify, distributed.rank(), distributed.world_size()))
             except CheckpointError as e:
                 problems.append(str(e))
                 self._pass_over(str(e))
@@ -338,12 +338,12 @@ class Storage:
         return None
 
     def _pass_over(self, problem: str) -> None:
-        if world.is_main():
+        if distributed.is_main():
             warn(f"a checkpoint is passed over: {problem}")
 
     def _make_temporary(self, name: str) -> str:
         """Make the directory, on rank 0, in which all ranks will write; remove what runs that were killed have left."""
-        if not world.is_main():
+        if not distributed.is_main():
             return ""
         self.path.mkdir(parents=True, exist_ok=True)
         remove_left_over(self.path, self._since)
@@ -372,7 +372,7 @@ class Storage:
         manifest = {
             "format": _FORMAT,
             "number": before[0][1]["number"] + 1 if before else 1,
-            "n_ranks": world.world_size(),
+            "n_ranks": distributed.world_size(),
             "info": info,
             "files": files,
         }
@@ -421,7 +421,7 @@ class Lock:
         Raises:
             CheckpointError: on all ranks: another process has it.
         """
-        _agree(self._acquire if world.is_main() else lambda: None)
+        _agree(self._acquire if distributed.is_main() else lambda: None)
 
     def _acquire(self) -> None:
         end, who = time.monotonic() + _DYING, ""
@@ -540,7 +540,7 @@ class _Part:
     """A rank's part in writing a checkpoint; may run in a thread: ranks talk by the store, not in collectives."""
 
     def __init__(self) -> None:
-        self.rank, self.n = world.rank(), world.world_size()
+        self.rank, self.n = distributed.rank(), distributed.world_size()
         self.folder = Path()
 
     def write(self, files: dict[str, list[Buffer]], finish: Callable[[dict[str, dict]], None]) -> None:
@@ -562,14 +562,14 @@ class _Part:
         except BaseException as e:
             error = e
         if self.rank:
-            world.tell(f"{key}{self.rank}", json.dumps([written, _said(error)]))
-            failure = world.hear(f"{key}end", 2 * _PATIENCE)
+            distributed.tell(f"{key}{self.rank}", json.dumps([written, _said(error)]))
+            failure = distributed.hear(f"{key}end", 2 * _PATIENCE)
         else:
             failure = "rank 0 has left"
             try:
                 texts = [_said(error)]
                 for rank in range(1, self.n):
-                    theirs, text = json.loads(world.hear(f"{key}{rank}", _PATIENCE))
+                    theirs, text = json.loads(distributed.hear(f"{key}{rank}", _PATIENCE))
                     written |= theirs
                     texts.append(text)
                 failure = _REFUSED + _joined(texts)
@@ -581,7 +581,7 @@ class _Part:
             finally:
                 self.clear()
                 if self.n > 1:
-                    world.tell(f"{key}end", failure)
+                    distributed.tell(f"{key}end", failure)
         if error is not None and not isinstance(error, Exception):
             raise error
         if failure:
@@ -602,7 +602,7 @@ def _agree(call: Callable[[], T]) -> list[T]:
         value = call()
     except Exception as e:
         error = e
-    told = world.all_gather((value, _said(error)))
+    told = distributed.all_gather((value, _said(error)))
     if isinstance(error, CheckpointError) and len(told) == 1:
         raise error
     if failure := _joined([text for _, text in told]):

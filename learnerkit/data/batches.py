@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from learnerkit import world
+from learnerkit import distributed
 from learnerkit.utils import library_of
 
 
@@ -206,8 +206,10 @@ def gather_nested(pieces: Iterable[tuple[Any, Any]], on: str = "all") -> list[tu
     """
     pieces = list(pieces)
     layouts = [(place, None if type(x) is Tensor else map_batch(lambda t: _HOLE, x)) for place, x in pieces]
-    tensors = world.gather_pieces((((place, i), t) for place, x in pieces for i, t in enumerate(tensors_in(x))), on)
-    everyone = sorted(chain.from_iterable(world.all_gather(layouts)), key=lambda pair: pair[0])
+    tensors = distributed.gather_pieces(
+        (((place, i), t) for place, x in pieces for i, t in enumerate(tensors_in(x))), on
+    )
+    everyone = sorted(chain.from_iterable(distributed.all_gather(layouts)), key=lambda pair: pair[0])
     if tensors is None:
         return None
     gathered = iter(tensors)

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from learnerkit import world
+from learnerkit import distributed
 from learnerkit.data.batches import loader_len
 from learnerkit.data.order import has_state, keep_seeds, states_at_start
 from learnerkit.data.rows import draw_seed
+from learnerkit.distributed import seeds
 from learnerkit.utils import warn
 
 if TYPE_CHECKING:
@@ -66,9 +67,9 @@ def read_on(
     if state is not None:
         source.load_state_dict(deepcopy(state))  # the source may go on to change what it got
     if at_end:
-        before = world.seed_states()
+        before = seeds.seed_states()
         for _ in range(2):  # once more, if the source has only ended the epoch before
-            world.set_seed_states(before)
+            seeds.set_seed_states(before)
             with _workers_seeded_apart(loader, quiet):
                 batches = iter(loader)
                 first = list(islice(batches, 1))
@@ -77,7 +78,7 @@ def read_on(
     else:
         with keep_seeds():
             if states is not None:
-                world.set_seed_states(states)
+                seeds.set_seed_states(states)
             with _workers_seeded_apart(loader):
                 batches = iter(loader)
             deque(islice(batches, int(skip)), 0)
@@ -117,7 +118,7 @@ def say_read_forward(dl: Any, batches: int, advice: str = "") -> None:
         batches: how many.
         advice: what to do; by default to give it a state.
     """
-    if batches and world.is_main():
+    if batches and distributed.is_main():
         dataset = getattr(dl, "dataset", dl)
         advice = advice or (
             f"give the {type(dataset).__name__} (with num_workers=0) or its loader state_dict and load_state_dict, as "
@@ -275,4 +276,4 @@ class IterablePlace:
     def note_start(self, loader: Any) -> None:
         """Note the states of the global generators when reading of `loader` begins, if it may be read again."""
         if self._reads_again and self.states is None:
-            self.states = states_at_start(loader) if isinstance(loader, DataLoader) else world.seed_states()
+            self.states = states_at_start(loader) if isinstance(loader, DataLoader) else seeds.seed_states()

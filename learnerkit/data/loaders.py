@@ -18,7 +18,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from learnerkit import world
+from learnerkit import distributed
 from learnerkit.data.batches import lengths_in, likely_sizes, loader_len, to_device
 from learnerkit.data.cuts import Dims, check_dims, parted, row_counts, rows_first
 from learnerkit.data.order import first_batch, keep_seeds, with_batches
@@ -202,7 +202,7 @@ class DataLoaders:
     def device(self) -> torch.device:
         """The device for batches and model; chosen at first use."""
         if self._device is None:
-            self._device = world.default_device()
+            self._device = distributed.default_device()
         if self._pins and self._device.type == "cuda":
             for dl in self.loaders:
                 if dl is not None:
@@ -360,7 +360,7 @@ class DataLoaders:
             ImportError: images, and matplotlib is not installed.
             ValueError: the loader can be read only once.
         """
-        if not world.is_main():
+        if not distributed.is_main():
             return None
         from learnerkit.data.show import note, samples_of, show  # here, as most scripts never need it
 
@@ -596,7 +596,7 @@ class Unpacker:
 
     def _say(self, message: str) -> None:
         "Warn, once for these loaders; the numbers in the message may change."
-        if world.is_main() and not self.dls._said:
+        if distributed.is_main() and not self.dls._said:
             self.dls._said = True
             warn(message)
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from learnerkit import world
 from learnerkit.data.batches import loader_len
 from learnerkit.data.lengths import LengthBatches
 from learnerkit.data.rows import IndexBatches, draw_seed
+from learnerkit.distributed import seeds
 from learnerkit.torch_internals import loader_attributes
 
 HOST = torch.device("cpu")
@@ -116,7 +116,7 @@ def states_at_start(dl: Any) -> tuple:
     with keep_seeds():
         if getattr(dl, "generator", None) is None:
             draw_seed()  # torch's loader first draws one for its workers
-        return world.seed_states()
+        return seeds.seed_states()
 
 
 @contextmanager
@@ -126,14 +126,14 @@ def keep_seeds(dl: Any = None, device: torch.device = HOST) -> Iterator[None]:
     Args:
         device: if it is not the host, restore the generators of this type of device too.
     """
-    states = world.seed_states()
+    states = seeds.seed_states()
     generators = [getattr(x, "generator", None) for x in (dl, *samplers_of(dl))]
     own_states = [(g, g.get_state()) for g in generators if isinstance(g, torch.Generator)]
     try:
-        with world.device_streams_kept(device):
+        with seeds.device_streams_kept(device):
             yield
     finally:
-        world.set_seed_states(states)
+        seeds.set_seed_states(states)
         for generator, state in own_states:
             generator.set_state(state)
 

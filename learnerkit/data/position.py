@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from learnerkit import world
+from learnerkit import distributed
 from learnerkit.data.batches import loader_len
 from learnerkit.data.iterable import IterablePlace
 from learnerkit.data.order import epoch_seed, order_sources, put_states, states_of
 from learnerkit.data.stream import starts_workers
+from learnerkit.distributed import seeds
 
 if TYPE_CHECKING:
     from learnerkit.data.loaders import DataLoaders
@@ -68,7 +69,7 @@ class Position:
     def seed(self, *use: Any) -> int:
         """The seed of this epoch's sample order; with arguments, the one for another use."""
         seed = epoch_seed(self.order, self.epoch)
-        return world.mixed_seed(seed, *use) if use else seed
+        return seeds.mixed_seed(seed, *use) if use else seed
 
     def of_all_ranks(self, learn: "Learner") -> int:
         """The samples of all ranks in the batch; where only the data tell, those of a full one."""
@@ -177,7 +178,7 @@ class Position:
             self._start = state["samplers"]
             put_states(order_sources(dl), self._start)
         if self.read and not getattr(dl, "in_order", True) and starts_workers(dl):
-            world.warn_once(
+            distributed.warn_once(
                 "the training loader has in_order=False, so it is not known which batches of this epoch training has "
                 f"seen: the first {self.read} are left out"
             )
@@ -190,7 +191,7 @@ class Position:
         batches, rest = divmod(state["samples"], now)
         self.samples = batches * now
         if rest:
-            world.warn_once(
+            distributed.warn_once(
                 f"the place in the data is {state['samples']} samples, which is no whole number of the present batches "
                 f"of {now} (they were of {then}): {rest} samples are read a second time"
             )

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from learnerkit import world
+from learnerkit import distributed
 from learnerkit.data.batches import Rows, entries, likely_sizes, rows_of, with_rows
 from learnerkit.text import columns, escaped_line
 from learnerkit.utils import describe, front_end
@@ -175,7 +175,7 @@ def show(dls: "DataLoaders", inputs: list[tuple], notes: dict[str, list[Any]], t
     Raises:
         ValueError: there are no samples.
     """
-    if not world.is_main():
+    if not distributed.is_main():
         return None
     if not inputs:
         raise ValueError("there are no samples to show; n is 1 or more, and the loader has to have a batch")

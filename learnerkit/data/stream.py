@@ -23,12 +23,13 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from learnerkit import world
+from learnerkit import distributed
 from learnerkit.data.batches import loader_len
 from learnerkit.data.cuts import Share, even_sizes
 from learnerkit.data.lengths import LengthBatches
 from learnerkit.data.order import samplers_of
 from learnerkit.data.rows import IndexBatches, draw_seed
+from learnerkit.distributed import seeds
 from learnerkit.torch_internals import set_worker_dataset
 from learnerkit.utils import same
 
@@ -95,7 +96,7 @@ class SampleStream:
                 yield item
             else:
                 seed, per_sample = fetching
-                yield Seeded(seed if per_sample else world.mixed_seed(seed, number), item, per_sample)
+                yield Seeded(seed if per_sample else seeds.mixed_seed(seed, number), item, per_sample)
 
     def _mine(self) -> Iterator[tuple[Share, Any]]:
         if self.place == inf:
@@ -204,29 +205,29 @@ def same_stream(
     """Iterate with a private copy of the global random state; neither side sees the other's draws.
 
     Args:
-        seed: what to start with: a seed, states as from `world.seed_states`, or `None` for the current states.
+        seed: what to start with: a seed, states as from `seeds.seed_states`, or `None` for the current states.
         advance: at the end leave the global generators in the final states of the private copy, if it started with
             theirs and nothing else has used them since.
         since: the global states when it started; by default those of now.
     """
     first, inside, stream = since, seed, None
     while True:
-        outside = world.seed_states()
+        outside = seeds.seed_states()
         first = first or outside
         if isinstance(inside, int):
-            world.seed_host(inside)
+            seeds.seed_host(inside)
         else:
-            world.set_seed_states(inside or outside)
+            seeds.set_seed_states(inside or outside)
         try:
             stream = iter(batches) if stream is None else stream
             batch = next(stream)
-            inside = world.seed_states()
+            inside = seeds.seed_states()
         except StopIteration:
             if advance and not isinstance(seed, int) and same(first, outside):
-                outside = world.seed_states()
+                outside = seeds.seed_states()
             return
         finally:
-            world.set_seed_states(outside)
+            seeds.set_seed_states(outside)
         yield batch
 
 
@@ -289,12 +290,12 @@ class Seeded:
 
 
 def _arrive(seed: int, items: Any, per_sample: bool) -> Any:
-    world.seed_host(seed)
+    seeds.seed_host(seed)
     return items
 
 
 class PerSample(Dataset):
-    """The user's dataset, read by `Seeded` items, with a seed for each sample by its index; see `world.set_seed`.
+    """The user's dataset, read by `Seeded` items, with a seed for each sample by its index; see `distributed.set_seed`.
 
     The generators of the process that reads are put back.
     """
@@ -312,16 +313,16 @@ class PerSample(Dataset):
         return self._fetched(found.seed, found.items)
 
     def _fetched(self, seed: int, indices: Iterable) -> list:
-        states, samples = world.seed_states(), []
+        states, samples = seeds.seed_states(), []
         several: Any = getattr(self.dataset, "__getitems__", None)
         try:
             for index in indices:
                 number = int(index) if hasattr(index, "__index__") else index
-                world.seed_host(world.mixed_seed(seed, number))
+                seeds.seed_host(seeds.mixed_seed(seed, number))
                 whole = several is None or not isinstance(number, int)
                 samples.append(self.dataset[index] if whole else several([index])[0])
         finally:
-            world.set_seed_states(states)
+            seeds.set_seed_states(states)
         return samples
 
 
@@ -379,7 +380,7 @@ def reading(learn: "Learner") -> Iterator[None]:
     if position is not None:
         seed, base = position.seed() if training else position.seed(False), position.seed(training)
     elif draws and learn.n_ranks > 1:
-        seed = world.broadcast(seed)  # every rank must reach this
+        seed = distributed.broadcast(seed)  # every rank must reach this
     try:
         if seeds_loader:
             loader.generator = torch.Generator().manual_seed(base)  # its own draw has been made
@@ -389,7 +390,7 @@ def reading(learn: "Learner") -> Iterator[None]:
             per_sample = isinstance(loader.dataset, PerSample)
             if per_sample or starts_workers(loader):
                 alike = per_sample or learn.n_ranks == 1 or getattr(learn.dl, "alike", False)
-                stream.fetching = world.mixed_seed(base, 0 if alike else world.rank()), per_sample
+                stream.fetching = seeds.mixed_seed(base, 0 if alike else distributed.rank()), per_sample
             if position is not None and indexed and goes_on:
                 stream.place = inf if position.over else position.read
         if position is not None and training:

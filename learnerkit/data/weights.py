@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
-from learnerkit import world
+from learnerkit import distributed
 from learnerkit.data.order import samplers_of
 from learnerkit.text import first_few
 from learnerkit.utils import describe
@@ -144,7 +144,7 @@ def _numbers(name: str, given: Any, counts: dict[Any, int] | None, n: int | None
 def _say_rare(counts: dict[Any, int]) -> None:
     total = sum(counts.values())
     rare = [name for name, n in counts.items() if n < total * min(_RARE, 0.5 / len(counts))]
-    if not rare or not world.is_main():
+    if not rare or not distributed.is_main():
         return
     name = min(rare, key=counts.__getitem__)
     others = f", and {len(rare) - 1} more below 10 %" if len(rare) > 1 else ""

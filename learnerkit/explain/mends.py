@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, float64, nn, uint8
 from torch.optim import Optimizer
 
-from learnerkit import world
+from learnerkit import distributed
 from learnerkit.data.batches import entries, tensors_in
 from learnerkit.data.loaders import DataLoaders, unknown_keys
 from learnerkit.data.order import keep_seeds
@@ -52,8 +52,8 @@ def of_run(learn: "Learner", error: Exception, text: str) -> str:
             f"the Learner calls model.train(True) and model.eval(), as nn.Module has them: give the method `train` of "
             f"{type(model).__name__} another name"
         )
-    if isinstance(error, RuntimeError) and world.MISMATCH in text:
-        return world.SAME_CALLS
+    if isinstance(error, RuntimeError) and distributed.MISMATCH in text:
+        return distributed.SAME_CALLS
     if isinstance(error, RuntimeError) and "require grad" in text:
         return (
             "the loss does not depend on the model's parameters: look for no_grad, detach, .data, .item() or .numpy() "

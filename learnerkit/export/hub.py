@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from learnerkit import __version__, world
+from learnerkit import __version__, distributed
 from learnerkit.export.writing import ONNX, export, exported_path
 from learnerkit.files import SAFETENSORS
 from learnerkit.text import first_few
@@ -74,7 +74,7 @@ def push_to_hub(
     from huggingface_hub import HfApi
 
     name = exported_path(fname, Path()).name
-    if not world.is_main():
+    if not distributed.is_main():
         return None
     hub = HfApi(token=token)
     with TemporaryDirectory() as folder:
@@ -115,7 +115,7 @@ def download(repo_id: str, fname: str, revision: str | None, token: str | None) 
     def get() -> str:
         return hf_hub_download(repo_id, name, revision=revision, token=token)
 
-    return Path(world.rank0_first(get, per_node=True))  # type: ignore[arg-type]  # it returns what `get` does
+    return Path(distributed.rank0_first(get, per_node=True))  # type: ignore[arg-type]  # it returns what `get` does
 
 
 def _require_hub() -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.utils.data import DataLoader
 
-from learnerkit import world
+from learnerkit import distributed
 from learnerkit.data.loaders import DataLoaders
 from learnerkit.export import programs
 from learnerkit.export.facts import KEY, NotExported, read_facts
@@ -68,7 +68,7 @@ def load(
         raise ValueError(
             f"{file} is for onnxruntime and the like; load_learner reads '.safetensors' and '.pt2': export one of them"
         )
-    world.follow_rank0("load_learner")
+    distributed.follow_rank0("load_learner")
     if not file.is_file():
         found = (p.name for p in file.parent.iterdir() if p.suffix in SUFFIXES) if file.parent.is_dir() else ()
         name, there = printable(str(file), 1000), first_few(sorted(found), n=20)
@@ -103,7 +103,7 @@ def load(
     loss_func = NotExported(facts.decoding, facts.probabilities) if loss_func is None and not makes_loss else loss_func
     learn = make(own, model, loss_func, path=path, model_dir=model_dir)
     if file.suffix != PROGRAM:
-        with world.alone():
+        with distributed.alone():
             learn.load(file, with_opt=False)
     model.eval()
     return learn

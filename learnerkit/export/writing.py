@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from learnerkit import arguments, files, world
+from learnerkit import arguments, distributed, files
 from learnerkit.callbacks.precision import ChannelsLast, MixedPrecision
 from learnerkit.data.batches import loader_len, map_batch, rows_of, tensors_in, to_device
 from learnerkit.data.order import first_batch
@@ -65,15 +65,15 @@ def export(learn: "Learner", fname: Any) -> Path:
     if path.suffix != files.SAFETENSORS:
         arguments.check_whole(learn, f"learn.export to '{path.suffix}'")
     if learn.shards is not None:
-        world.meet("learn.export")  # rank 0 alone has some rows only
-    elif not world.is_main():
+        distributed.meet("learn.export")  # rank 0 alone has some rows only
+    elif not distributed.is_main():
         return path
-    if not world.is_main():
+    if not distributed.is_main():
         with learn.as_validated():
             save_weights(unwrap(learn.model).state_dict(), path, writes=False)
         return path
     _warn_of_callbacks(learn)
-    with world.alone(), learn.as_validated():
+    with distributed.alone(), learn.as_validated():
         give_shapes(learn)
         if path.suffix == files.SAFETENSORS:
             save_weights(unwrap(learn.model).state_dict(), path, {KEY: facts_of(learn).as_json()})

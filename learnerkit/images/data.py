@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from learnerkit import world
+from learnerkit import distributed
 from learnerkit.callbacks.augmentation import BatchTransform
 from learnerkit.data.loaders import ONLY_INPUTS, DataLoaders
 from learnerkit.data.order import keep_seeds
@@ -447,6 +447,6 @@ def _readable(paths: list[str]) -> list[str]:
     with ThreadPoolExecutor(usable_cores()) as threads:  # decoding does not hold Python's lock
         marked = list(zip(paths, threads.map(fails, paths), strict=True))
     damaged = [path for path, wrong in marked if wrong]
-    if damaged and world.is_main():
+    if damaged and distributed.is_main():
         print(f"left out as damaged: {len(damaged):,} of {len(paths):,} pictures, such as {first_few(damaged, n=3)}")
     return [path for path, wrong in marked if not wrong]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from learnerkit import arguments, world
+from learnerkit import arguments, distributed
 from learnerkit.callback import Callback
 from learnerkit.data.batches import map_batch, tensors_in
 from learnerkit.data.show import pyplot
@@ -248,7 +248,7 @@ class ActivationStats(Callback):
             ImportError: matplotlib is not installed.
             ValueError: nothing was recorded, or no such layer.
         """
-        if not world.is_main():
+        if not distributed.is_main():
             return None
         found, stats = self._selected(layers), self.stats
         plt = pyplot("plot_layer_stats")
@@ -279,7 +279,7 @@ class ActivationStats(Callback):
             ImportError: matplotlib is not installed.
             ValueError: nothing was recorded, no such layer, or no histograms.
         """
-        if not world.is_main():
+        if not distributed.is_main():
             return None
         found = self._selected(layers)
         if not self.with_hist:

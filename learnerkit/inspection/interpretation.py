@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
-from learnerkit import arguments, world
+from learnerkit import arguments, distributed
 from learnerkit.callbacks.prediction import decoder, per_sample
 from learnerkit.data.batches import loader_len, with_rows
 from learnerkit.data.order import first_batch, in_order, keep_seeds
@@ -114,7 +114,7 @@ class ClassificationInterpretation:
         Raises:
             ImportError: matplotlib is not installed.
         """
-        if not world.is_main():
+        if not distributed.is_main():
             return None
         counts, names = self.confusion_matrix(), self.classes
         shares = counts / counts.sum(1, keepdim=True).clamp(min=1)
@@ -163,7 +163,7 @@ class ClassificationInterpretation:
 
     def print_classification_report(self) -> None:
         """Print the classification report, on rank 0."""
-        if world.is_main():
+        if distributed.is_main():
             print(self.classification_report())
 
     def top_losses(self, k: int | None = None, largest: bool = True) -> tuple[Tensor, Tensor]:
@@ -200,7 +200,7 @@ class ClassificationInterpretation:
             ValueError: the loss gives none for each sample, or the dataset has no sample for each prediction.
         """
         losses, places = self.top_losses(k, largest)
-        if not world.is_main():
+        if not distributed.is_main():
             return None
         dataset = getattr(self.dl, "dataset", None)
         batches = getattr(self.dl, "batch_sampler", None)
@@ -245,7 +245,7 @@ def show_results(learn: "Learner", n: int, ds_idx: int) -> Any:
         batch = first_batch(loader)
         samples, dl = samples_of(dls, batch, n), [batch]
     preds, targets = learn.get_preds(dl=dl)
-    if not world.is_main():
+    if not distributed.is_main():
         return None
     found, classes = decode(learn.loss_func, preds, targets), dls.target_names
     rows = with_rows(preds if found is None else found, len(samples))

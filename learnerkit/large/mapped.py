@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 from torch.nn.parameter import is_lazy
 
-from learnerkit import world
+from learnerkit import distributed
 from learnerkit.shards import owners, put_parameter
 from learnerkit.text import first_few
 
@@ -160,7 +160,7 @@ def made_model(model: Any) -> tuple[Any, Mapped | None]:
         return model, Mapped() if on_meta else None
     if not callable(model) or isinstance(model, type) or not _takes_nothing(model):
         return model, None
-    if world.world_size() == 1:
+    if distributed.world_size() == 1:
         return model(), None
     mapped = Mapped()
     return mapped.make(model), mapped

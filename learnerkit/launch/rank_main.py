@@ -89,7 +89,7 @@ class StoreHost:
         return spec
 
     def announce_end(self) -> None:
-        """Let ranks that wait for this one, in learnerkit.world, know that it ends, and the store with it.
+        """Let ranks that wait for this one, in learnerkit.distributed, know that it ends, and the store with it.
 
         Of a store that is gone torch would print many lines on each of them.
         """

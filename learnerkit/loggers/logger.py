@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from learnerkit import __version__, arguments, world
+from learnerkit import __version__, arguments, distributed
 from learnerkit.callback import Callback
 from learnerkit.checkpoints.state import configuration
 from learnerkit.data.show import pyplot
@@ -371,7 +371,7 @@ class Tracker(Logger):
         Raises:
             RuntimeError: the run has not begun; it does in the first fit.
         """
-        if not world.is_main():
+        if not distributed.is_main():
             return
         if self._id is None:
             raise RuntimeError(f"{self!r} has no run yet: one begins in the first fit; log the figure there or later")

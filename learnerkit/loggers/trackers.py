@@ -12,7 +12,7 @@ from io import BytesIO
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from learnerkit import world
+from learnerkit import distributed
 from learnerkit.files import name_or_path
 from learnerkit.loggers.logger import Files, Record, Tracker, flat
 from learnerkit.text import in_one_line
@@ -393,7 +393,7 @@ class MLflowCallback(Tracker):
             for i in range(0, len(metrics), _METRICS):
                 self._handle.log_batch(self._id, metrics[i : i + _METRICS])
         except MlflowException as e:
-            world.warn_once(f"{self!r}: records up to step {records[-1].step} are lost: {in_one_line(e)}")
+            distributed.warn_once(f"{self!r}: records up to step {records[-1].step} are lost: {in_one_line(e)}")
 
     def _write_figure(self, name: str, figure: Any) -> None:
         self._handle.log_figure(self._id, figure, f"{_allowed(name)}-{self._newest}.png")

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from learnerkit import world
+from learnerkit import distributed
 from learnerkit.data.batches import gather_nested, map_batch, on_host
 from learnerkit.metrics import libraries
 from learnerkit.metrics.objects import Metric
@@ -70,7 +70,7 @@ def combine_states(holders: list[Holder], places: dict[tuple[int, str], list], h
     lists = {key: states[key[0]].pop(key[1]) for key in _list_states(holders)}
     counts = [libraries.update_count(h.object) if libraries.is_torchmetrics(h.object) else 0 for h in holders]
     own = on_host(states), counts, {key: str(x[0].device) for key, x in lists.items() if _is_tensor(x[:1])}
-    others = [rank for rank in world.all_gather(own if has_seen else None) if rank is not None]
+    others = [rank for rank in distributed.all_gather(own if has_seen else None) if rank is not None]
     mine = (
         ((key, *place), item)
         for key, found in lists.items()
@@ -113,7 +113,7 @@ def _local(device: str, metric: Any) -> torch.device:
     here, there = getattr(metric, "device", None), torch.device(device)
     if isinstance(here, torch.device) and here.type == there.type:
         return here
-    return there if there.type == "cpu" else world.default_device()
+    return there if there.type == "cpu" else distributed.default_device()
 
 
 def moved(x: Any, device: torch.device) -> Any:

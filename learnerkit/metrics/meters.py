@@ -12,7 +12,7 @@ from typing import Any, get_origin
 import torch
 from torch import Tensor
 
-from learnerkit import world
+from learnerkit import distributed
 from learnerkit.data.batches import gather_nested, map_batch, on_host, tensors_in, with_rows
 from learnerkit.host_scalars import HostScalars
 from learnerkit.metrics import libraries
@@ -79,7 +79,7 @@ def _make_meter(metric: Any, name: str | None, loss_func: Any, classes: Any, tar
     if why := libraries.refusal(metric):
         raise TypeError(f"got the metric {name or metric_name(metric)!r}: torchmetrics' {why}")
     if libraries.is_torchmetrics(metric) or (isinstance(metric, Metric) and metric.__dict__.get("_states")):
-        gathers = world.world_size() > 1 and needs_batches(metric, holders_of(metric))
+        gathers = distributed.world_size() > 1 and needs_batches(metric, holders_of(metric))
         return GatheringMeter(metric, name) if gathers else StatesMeter(metric, name)
     if all(callable(getattr(metric, part, None)) for part in ("reset", "update", "compute")):
         gathers = libraries.is_torcheval(metric) and not libraries.merges_any_order(metric)
@@ -167,10 +167,10 @@ class Meter:
             RuntimeError: it communicates by itself.
             ValueError: it is not a single number.
         """
-        if world.world_size() > 1:
+        if distributed.world_size() > 1:
             libraries.hold_the_whole(libraries.torchmetrics_in(self.metric))
         why = "it has the states of all ranks then; leave the communication out"
-        alone = world.no_collectives(f"compute of the metric {self.name!r}", why) if sharded else nullcontext()
+        alone = distributed.no_collectives(f"compute of the metric {self.name!r}", why) if sharded else nullcontext()
         with alone, warnings.catch_warnings():
             # torchmetrics warns if there was no batch, which is allowed here.
             warnings.filterwarnings("ignore", message="The ``compute`` method of metric", category=UserWarning)
@@ -295,7 +295,7 @@ class MeanMeter(Meter):
 def weighted_mean(total: float, count: float, sharded: bool) -> float:
     """Return total / count, over all ranks if `sharded`; NaN if nothing was counted."""
     if sharded:
-        total, count = world.reduce(torch.tensor([total, count], dtype=torch.float64)).tolist()
+        total, count = distributed.reduce(torch.tensor([total, count], dtype=torch.float64)).tolist()
     return total / count if count else float("nan")
 
 
@@ -350,7 +350,7 @@ class StatesMeter(Meter):
         self._put_back()
         super().update(place, size, pred, targets)
         self._has_seen = True
-        if world.world_size() > 1:
+        if distributed.world_size() > 1:
             self._note_places(place)
 
     def _note_places(self, place: int) -> None:
@@ -378,7 +378,7 @@ class StatesMeter(Meter):
 
     def result(self, sharded: bool) -> float | dict[str, float]:
         self._put_back()
-        if sharded and world.world_size() > 1:
+        if sharded and distributed.world_size() > 1:
             self._own, self._counts = self._read()
             combine_states(self._holders, self._places, self._has_seen)
         return self.value(sharded)
@@ -451,7 +451,7 @@ class MergingMeter(Meter):
             vars(self.metric).update(state["state"])
 
     def result(self, sharded: bool) -> float | dict[str, float]:
-        if sharded and world.world_size() > 1:
+        if sharded and distributed.world_size() > 1:
             self._put_back()
             self._merge()
         return self.value(sharded)
@@ -459,8 +459,8 @@ class MergingMeter(Meter):
     def _merge(self) -> None:
         is_known = libraries.is_torcheval(self.metric)
         mine = on_host(self.metric.state_dict()) if is_known else self.metric
-        everyone = world.all_gather((self._has_seen, mine))
-        self._own = everyone[world.rank()][1]  # a copy: it was sent
+        everyone = distributed.all_gather((self._has_seen, mine))
+        self._own = everyone[distributed.rank()][1]  # a copy: it was sent
         first, *rest = [state for has_seen, state in everyone if has_seen] or [self._own]
         if is_known:
             others = [_loaded(copy.deepcopy(self.metric), state) for state in rest]

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from learnerkit import torch_internals, world
+from learnerkit import distributed, torch_internals
 from learnerkit.endings import ExceptionReport
 from learnerkit.launch.environment import LOOPBACK, Topology, rank_environment
 from learnerkit.launch.supervise import kill_group
@@ -68,11 +68,11 @@ def distrib_ctx(learn: "Learner", nproc: int | None = None, **kwargs: Any) -> Ab
         raise ValueError(
             f"got nproc={nproc!r}; it is the number of processes, 1 or more. If a device was meant: {OWN_DEVICE}"
         )
-    if world.world_size() > 1:
+    if distributed.world_size() > 1:
         if nproc is None:
             return learn.added_cbs(callback)
         raise ValueError(
-            f"got nproc={nproc} in one of {world.world_size()} processes of a launcher, which is told how many "
+            f"got nproc={nproc} in one of {distributed.world_size()} processes of a launcher, which is told how many "
             f"(`python -m learnerkit.launch --nproc {nproc} script.py`): write distrib_ctx() without nproc. If a "
             f"device was meant: {OWN_DEVICE}"
             " (errors.html#ddp-arguments)"
@@ -96,7 +96,7 @@ def distrib_ctx(learn: "Learner", nproc: int | None = None, **kwargs: Any) -> Ab
         nproc = count if nproc is None else nproc
         if nproc > 1:
             return Workers(learn, nproc, kwargs, front)
-    if multiprocessing.parent_process() is not None and not world.is_joined() and "RANK" not in os.environ:
+    if multiprocessing.parent_process() is not None and not distributed.is_joined() and "RANK" not in os.environ:
         warn(
             "distrib_ctx() in a process that multiprocessing has started, without a process group and without RANK in "
             "its environment: this process trains a model of its own, whatever others do. Start the script with "

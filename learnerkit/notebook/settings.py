@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from learnerkit import world
+from learnerkit import distributed
+from learnerkit.distributed import seeds
 from learnerkit.launch.environment import Topology, rank_environment
 
 
@@ -22,8 +23,8 @@ def set_surroundings(folder: str, path: list[str], environ: Mapping[str, str]) -
     """Apply the kernel's `get_surroundings` in a worker, but for the variables that make it a rank."""
     os.chdir(folder)
     sys.path[:] = path
-    topology = Topology(world.world_size(), int(os.environ["MASTER_PORT"]))
-    os.environ.update(rank_environment(environ, topology, world.rank(), os.environ.get("CUDA_VISIBLE_DEVICES")))
+    topology = Topology(distributed.world_size(), int(os.environ["MASTER_PORT"]))
+    os.environ.update(rank_environment(environ, topology, distributed.rank(), os.environ.get("CUDA_VISIBLE_DEVICES")))
 
 
 def get_options() -> dict[str, Any]:
@@ -55,13 +56,13 @@ def set_options(options: Mapping[str, Any]) -> None:
 def get_random_states() -> tuple:
     """Return the states of this process's random generators: the host's, and CUDA's if CUDA has been used."""
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
-    return *world.seed_states(), cuda
+    return *seeds.seed_states(), cuda
 
 
 def set_random_states(states: tuple) -> None:
     """Apply the result of `get_random_states`. If it has no state for CUDA, torch's seed is used there."""
     *host, cuda = states
-    world.set_seed_states(tuple(host))
+    seeds.set_seed_states(tuple(host))
     if torch.cuda.is_available() and cuda is not None:
         torch.cuda.set_rng_state(cuda)
     elif torch.cuda.is_available():

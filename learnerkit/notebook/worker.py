@@ -20,7 +20,7 @@ from typing import IO, Any
 
 import torch
 
-from learnerkit import torch_internals, world
+from learnerkit import distributed, torch_internals
 from learnerkit.endings import ExceptionReport, ending_of
 from learnerkit.launch.rank_main import user_traceback
 from learnerkit.launch.supervise import kill_group
@@ -41,7 +41,7 @@ def serve(fd: int, front: str) -> None:
     # Loader workers that start in another way cannot unpickle a dataset that a cell defines.
     multiprocessing.set_start_method("fork", force=True)
     server = CallServer(Connection(fd))
-    if front == "notebook" and world.rank() == 0:
+    if front == "notebook" and distributed.rank() == 0:
         sys.stdout, sys.stderr = server.make_stream("stdout"), server.make_stream("stderr")
         server.make_shell()
     server.run()
@@ -114,7 +114,7 @@ class CallServer:
                 sys.stderr.flush()
         except BaseException as e:
             failure = _describe_failure(e)
-        if world.is_main():
+        if distributed.is_main():
             try:
                 self._file, path, error = transfer.send_back(received, result)
                 if error is not None:

@@ -1,5 +1,6 @@
 """Several devices and processes: `nn.DataParallel`, DistributedDataParallel, and what keeps the ranks together."""
 
+from learnerkit.distributed import PeerError
 from learnerkit.parallel.agreement import Agreement
 from learnerkit.parallel.data_parallel import ParallelCallback
 from learnerkit.parallel.distributed import (
@@ -10,7 +11,6 @@ from learnerkit.parallel.distributed import (
     will_shard,
 )
 from learnerkit.parallel.drift import DriftCheck
-from learnerkit.world import PeerError
 
 __all__ = [
     "Agreement", "DistributedCallback", "DriftCheck", "ParallelCallback", "PeerError", "dispatch", "agreement_for",

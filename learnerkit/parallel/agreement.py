@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from learnerkit import world
+from learnerkit import distributed
 from learnerkit.callback import Callback, Dispatch
 from learnerkit.endings import ending_of, mark, may_follow, raised_in
 from learnerkit.events import (
@@ -121,11 +121,11 @@ class Agreement:
         if device.type != "cpu":  # NCCL's object collectives go by the current device
             torch.accelerator.set_device_index(device.index or 0)
         # A collective must not give up before the watch can tell what it waits for.
-        world.join(timeout + 60, what, wait=timeout)
+        distributed.join(timeout + 60, what, wait=timeout)
         with ExitStack() as stack:
             self.watch = stack.enter_context(Watch(what, timeout))
-            stack.enter_context(world.before_collective(self._before_collective))
-            stack.enter_context(world.noticing_standstills(self.watch.none_moves))
+            stack.enter_context(distributed.before_collective(self._before_collective))
+            stack.enter_context(distributed.noticing_standstills(self.watch.none_moves))
             if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else the user has a handler
                 with suppress(ValueError):  # not in the main thread, where alone Python sees signals
                     stack.callback(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, self._interrupt))
@@ -240,15 +240,15 @@ class Agreement:
         where = where or f"a collective in {self.event}"
         if learn._dispatch is not None:
             where += f" ({learn.task})"
-        with world.before_collective(None):
-            everyone = world.all_gather((self.flags(), learn.train_iter, where), among="votes")
+        with distributed.before_collective(None):
+            everyone = distributed.all_gather((self.flags(), learn.train_iter, where), among="votes")
         flags, iterations, places = zip(*everyone, strict=True)
         # A rank that has left a batch early has not counted it; the counter must not stay behind the others'.
         learn.train_iter = max(iterations)
         self.obey(list(map(max, *flags)))
         if len(set(places)) > 1:
             found = ", ".join(f"rank {rank} is at {place}" for rank, place in enumerate(places))
-            raise world.not_together(f"the ranks have come to different places: {found}")
+            raise distributed.not_together(f"the ranks have come to different places: {found}")
 
     def _before_collective(self) -> None:
         # A rank that has left an event by a cancel goes on to the vote after it, which would be paired with this
@@ -278,7 +278,7 @@ class Agreement:
             return
         if learn.train_iter >= self.alone_from:
             learn._gradient = None
-            with world.alone():
+            with distributed.alone():
                 one_batch()
             return
         step = self.left_batch.step

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 from torch.optim import Optimizer
 
-from learnerkit import optim, world
+from learnerkit import distributed, optim
 from learnerkit.callback import is_ours
 from learnerkit.gradient_mean import StepGradient
 from learnerkit.parallel.deferred import Deferred
@@ -104,7 +104,7 @@ class Averager:
             if learn.dls.device.type != "cpu":
                 cb.ends.enter_context(synchronised(model))
             elif cb.sync_bn:
-                world.warn_once(
+                distributed.warn_once(
                     "sync_bn: torch has no SyncBatchNorm on the CPU, so each rank's BatchNorm sees its own samples "
                     "alone (sync_bn=False says that this is meant)"
                 )
@@ -113,7 +113,7 @@ class Averager:
                 f"comm_hook={cb.comm_hook!r} rounds the gradients: the numbers are not those of one process any more"
             )
         if learn.shards is None:
-            world.give_values([*named.values(), *model.buffers()])
+            distributed.give_values([*named.values(), *model.buffers()])
         if cb.shard:
             self._take_shards(named)
             return
@@ -147,7 +147,7 @@ class Averager:
             unused: those that this rank's first batch leaves out; `None`: it has no data.
         """
         mine = None if unused is None else (unused, buffer_marks(self.learn.model, self.learn.loss_func))
-        everyone = [found for found in world.all_gather(mine) if found is not None]
+        everyone = [found for found in distributed.all_gather(mine) if found is not None]
         if not everyone:
             return None
         names, marks = zip(*everyone, strict=True)
@@ -164,8 +164,8 @@ class Averager:
         if apart:
             self.cb.tell_once(
                 f"each rank makes {first_few(apart)} (buffers that change in the forward pass) of its own samples, so "
-                "the numbers are not those of one process; make them of all ranks' samples: learnerkit.world.reduce or "
-                "all_gather, in the forward pass"
+                "the numbers are not those of one process; make them of all ranks' samples: learnerkit.distributed"
+                ".reduce or all_gather, in the forward pass"
                 " (errors.html#rank-statistics)"
             )
 
@@ -191,7 +191,7 @@ class Averager:
         self._check_foreign()
         learn, given, engine = self.learn, self.cb.find_unused_parameters, self._engine
         mine = first and (*first, buffer_marks(learn.model, learn.loss_func))
-        everyone = [found for found in world.all_gather(mine) if found is not None]
+        everyone = [found for found in distributed.all_gather(mine) if found is not None]
         if not everyone:
             return False
         left_out, why, marks = zip(*everyone, strict=True)

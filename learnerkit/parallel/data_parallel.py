@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from learnerkit import world
+from learnerkit import distributed
 from learnerkit.callback import Callback, readers_of_predictions
 from learnerkit.data.batches import in_float32, map_batch, rows_of, tensors_in, to_device
 from learnerkit.events import Event
@@ -76,7 +76,7 @@ class ParallelCallback(Callback):
         if count >= 2 and max(ids, default=0) >= count:
             raise ValueError(f"got device_ids={ids}; this machine has the GPUs 0 to {count - 1}")
         if not can_split(learn.dls.device, ids):
-            world.warn_once(
+            distributed.warn_once(
                 f"DataParallel needs two GPUs and there {'is' if count == 1 else 'are'} {count}: "
                 f"training on {learn.dls.device} alone"
             )

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from learnerkit import world
+from learnerkit import distributed
 from learnerkit.torch_internals import remove_hooks
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class Deferred:
     def _finish(self) -> None:
         """Average the gradients of a step that is due, but for those that are averaged already."""
         step, factor = self.step, 1.0
-        vector = world.reduce(step.vector(), "mean", among="gradients")
+        vector = distributed.reduce(step.vector(), "mean", among="gradients")
         if self.own:
             self.mean.expected = vector[0].item()  # a host-device sync
             factor = step.weight(self.mean.expected)

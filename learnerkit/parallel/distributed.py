@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import IterableDataset
 
-from learnerkit import optim, world
+from learnerkit import distributed, optim
 from learnerkit.callback import Callback, Dispatch, is_ours
 from learnerkit.data.batches import loader_len, map_batch, on_host, tensors_in
 from learnerkit.data.order import states_at_start
@@ -146,7 +146,7 @@ class DistributedCallback(Callback):
 
     def tell_once(self, message: str, by: Callable[[str], object] = warn) -> None:
         """Say something on rank 0, once for this learner; of another one the same may be true."""
-        if world.is_main() and message not in self._told:
+        if distributed.is_main() and message not in self._told:
             self._told.add(message)
             by(message)
 
@@ -156,12 +156,12 @@ class DistributedCallback(Callback):
         learn, agreement = self.learn, self.learn._agreement
         if agreement is None:  # there is one process
             return
-        if not world.is_main():
+        if not distributed.is_main():
             self.ends.enter_context(learn.no_logging())
-        with world.grouped_collectives():
+        with distributed.grouped_collectives():
             if learn.task in ("validate", "predict"):
                 if learn.shards is None:
-                    world.give_values([*learn.model.parameters(), *learn.model.buffers()])
+                    distributed.give_values([*learn.model.parameters(), *learn.model.buffers()])
             else:
                 self._compare()
                 # This rank takes part in all batches of the fit, also in those that it leaves.
@@ -170,7 +170,7 @@ class DistributedCallback(Callback):
                 self._averager = Averager(self, step)
                 parts = [agreement.left_batch, StandIn(), *([_MakeWhole()] if self.shard else [])]
                 self.ends.enter_context(learn.added_cbs(parts))
-            world.spread_seeds()
+            distributed.spread_seeds()
 
     def _compare(self) -> None:
         """Refuse a fit that differs between ranks, and give all of them rank 0's optimizer state and sample order."""
@@ -185,8 +185,8 @@ class DistributedCallback(Callback):
             "parameters": sum(p.numel() for p in learn.model.parameters()),
             **_settings(learn.cbs),
         }
-        check_devices(world.all_gather((socket.gethostname(), list(map(str, spanned_devices(learn.model))))))
-        everyone = world.all_gather(facts)
+        check_devices(distributed.all_gather((socket.gethostname(), list(map(str, spanned_devices(learn.model))))))
+        everyone = distributed.all_gather(facts)
         for name in dict.fromkeys(name for other in everyone for name in other):
             found = {r: other[name] for r, other in enumerate(everyone) if name in other}  # a callback may be on some
             if len(set(map(repr, found.values()))) > 1:
@@ -195,11 +195,11 @@ class DistributedCallback(Callback):
                     f"fit differs between ranks in its {name} ({by_rank}); every rank must make the same call"
                 )
         states = [opt.state_dict() for opt in learn.opts if learn.shards is None]  # of shards each rank has its own
-        if not world.same_everywhere((map_batch(describe, states), digests(tensors_in(states)))):
-            for opt, state in zip(learn.opts if states else (), world.broadcast(on_host(states)), strict=True):
+        if not distributed.same_everywhere((map_batch(describe, states), digests(tensors_in(states)))):
+            for opt, state in zip(learn.opts if states else (), distributed.broadcast(on_host(states)), strict=True):
                 optim.load_state(opt, state)
         if (position := learn._position) is not None:
-            position.order = world.broadcast(position.order)
+            position.order = distributed.broadcast(position.order)
 
     def take_model(self) -> None:
         """Bring a model in order that a failed run has left divided, and divide one that is too large to be whole.
@@ -208,7 +208,7 @@ class DistributedCallback(Callback):
         """
         learn = self.learn
         if learn.shards is not None and (learn.shards.failed or not learn.shards.stays):
-            steps = world.all_gather(learn.shards.steps)
+            steps = distributed.all_gather(learn.shards.steps)
             if len(set(steps)) > 1:
                 self.tell_once(
                     f"the last fit failed when the ranks had taken {', '.join(map(str, steps))} optimizer steps, and "
@@ -238,9 +238,9 @@ class DistributedCallback(Callback):
             if mapped is not None:
                 check_values(model)
                 for part in (*found.values(), model):  # all of it would be too much to compare at once
-                    world.give_values([*part.parameters()])
+                    distributed.give_values([*part.parameters()])
                     mapped.release()
-                world.give_values([*model.buffers()])
+                distributed.give_values([*model.buffers()])
             learn.shards = Shards(
                 model, found, learn.opts, learn.dls.device, self.reshard_after_forward, self.offload,
                 stays=mapped is not None,
@@ -266,7 +266,7 @@ class DistributedCallback(Callback):
             self._share_out(self._averager.step)
 
     def before_validate(self) -> None:
-        if world.world_size() > 1:
+        if distributed.world_size() > 1:
             self._share_out(None)
             self._send_buffers()
 
@@ -277,7 +277,7 @@ class DistributedCallback(Callback):
     def _send_buffers(self) -> None:
         """Give every rank rank 0's buffers; every rank must reach this."""
         if self._averager is not None:
-            world.broadcast_into(list(self._averager.model.buffers()))
+            distributed.broadcast_into(list(self._averager.model.buffers()))
 
     after_train = _send_buffers
 
@@ -293,16 +293,16 @@ class DistributedCallback(Callback):
         position = learn._position if training else None
         seed = since = None if position is None else position.data.states  # known, if a run goes on in mid-epoch
         if seed is None and iterable:
-            seed = world.broadcast(states_at_start(dl))  # the order is the one that rank 0 would draw
+            seed = distributed.broadcast(states_at_start(dl))  # the order is the one that rank 0 would draw
         if key in self._loaders:
             shared = self._loaders[key][1]
         else:
             made = self.split_batches and getattr(dl, "batch_sampler", None) is None  # batches, which are cut
             n = None if made else loader_len(dataset)
-            if training and n is not None and n < world.world_size():
+            if training and n is not None and n < distributed.world_size():
                 self.tell_once(
-                    f"the training data has {n} sample{'s' if n > 1 else ''} for {world.world_size()} ranks: some of "
-                    "them have nothing to do"
+                    f"the training data has {n} sample{'s' if n > 1 else ''} for {distributed.world_size()} ranks: "
+                    "some of them have nothing to do"
                 )
             # With statistics per rank, BatchNorm needs two samples on a rank, or none.
             shared = rank_loader(
@@ -327,7 +327,7 @@ class _MakeWhole(Callback):
 
     def after_fit(self) -> None:
         if (agreement := self.learn._agreement) is not None:
-            with world.grouped_collectives():
+            with distributed.grouped_collectives():
                 agreement.make_whole()
 
 
@@ -339,14 +339,14 @@ def member_of(cbs: Iterable[Callback]) -> DistributedCallback | None:
 def will_shard(learn: "Learner") -> bool:
     """Tell whether the model of a learner is divided among several ranks when it trains next."""
     member = member_of(learn.cbs)
-    return member is not None and bool(member.shard) and world.world_size() > 1
+    return member is not None and bool(member.shard) and distributed.world_size() > 1
 
 
 def warn_outside_context(learn: "Learner") -> None:
     """Warn, once, that several processes are about to train the same thing, each for itself."""
-    if world.world_size() > 1 and not member_of(learn.cbs) and learn.shards is None:  # else it is refused
-        world.warn_once(
-            f"{world.world_size()} processes each train a whole copy of the model on all the data; "
+    if distributed.world_size() > 1 and not member_of(learn.cbs) and learn.shards is None:  # else it is refused
+        distributed.warn_once(
+            f"{distributed.world_size()} processes each train a whole copy of the model on all the data; "
             "to train one together write `with learn.distrib_ctx(): learn.fit(...)`"
         )
 
@@ -354,7 +354,7 @@ def warn_outside_context(learn: "Learner") -> None:
 def agreement_for(learn: "Learner", what: str) -> AbstractContextManager:
     """Return an `Agreement`'s run of the call `what`, where it is one of several ranks and not inside another run."""
     member = member_of(learn.cbs)
-    if member is None or world.world_size() == 1 or learn._agreement is not None:
+    if member is None or distributed.world_size() == 1 or learn._agreement is not None:
         return nullcontext()
     return _together(learn, member, "get_preds" if what == "predict" else what)
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from itertools import chain
 
-from learnerkit import world
+from learnerkit import distributed
 from learnerkit.arguments import check_count
 from learnerkit.callback import Callback
 from learnerkit.run_state import CALLBACK, state_table
@@ -55,14 +55,14 @@ class DriftCheck(Callback):
             return
         table = state_table(learn)
         # Without an order, which a dict of optimizer state may owe to where it was loaded from.
-        if world.same_everywhere(sorted(table.items())):
+        if distributed.same_everywhere(sorted(table.items())):
             return
-        if apart := describe_drift(world.all_gather(table)):
+        if apart := describe_drift(distributed.all_gather(table)):
             raise RuntimeError(
                 f"DriftCheck: ranks differ after step {self._steps} (epoch {learn.epoch}): {apart}. Ranks drift apart "
                 "when something changes state on one rank alone, such as a callback or code under `if "
-                "world.is_main()`: do it on every rank, or give all ranks rank 0's value with world.broadcast"
-                " (errors.html#drift)"
+                "distributed.is_main()`: do it on every rank, or give all ranks rank 0's value with "
+                "distributed.broadcast (errors.html#drift)"
             )
 
     after_train = before_validate = _check

@@ -5,7 +5,7 @@ from typing import cast
 
 from torch import nn
 
-from learnerkit import world
+from learnerkit import distributed
 from learnerkit.callback import Callback
 from learnerkit.events import CancelException
 from learnerkit.gradient_mean import StepGradient, counts_something
@@ -96,9 +96,9 @@ class LeftBatch(Callback):
             elif output_of(learn) is None and (learn.shards is not None or asks_ranks(learn.model)):
                 if getattr(learn._gradient, "is_inside", False):
                     raise RuntimeError(
-                        f"a cancel in the middle of the model's forward pass on rank {world.rank()}, where the other "
-                        "ranks wait for it to gather the next unit of the sharded model: raise it in an event of a "
-                        "callback, such as after_pred"
+                        f"a cancel in the middle of the model's forward pass on rank {distributed.rank()}, where the "
+                        "other ranks wait for it to gather the next unit of the sharded model: raise it in an event of "
+                        "a callback, such as after_pred"
                         " (errors.html#sharded)"
                     )
                 learn.xb = first_rows(learn.xb, 0, int(learn.shards is not None and not rank_norms(learn.model)))
@@ -116,7 +116,7 @@ class LeftBatch(Callback):
         events = ["after_backward", "before_step"]
         if step.all_skip(STEP):
             # Where all have cancelled the last batch of an accumulated step, the step is taken with the others.
-            if world.reduce(int(counts_something(step.count)), "max", among="votes"):
+            if distributed.reduce(int(counts_something(step.count)), "max", among="votes"):
                 step.stepped = False
                 return
             del events[0]

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from learnerkit import world
+from learnerkit import distributed
 from learnerkit.data.batches import loader_len, map_batch, tensors_in
 from learnerkit.data.cuts import Dims, Share, cut_rows, cut_share
 from learnerkit.data.iterable import LoaderView, read_on, say_read_forward, source_of
 from learnerkit.data.order import has_state, samplers_of, with_batches
 from learnerkit.data.stream import replaced_sampler, same_stream, split_evenly
+from learnerkit.distributed import seeds
 from learnerkit.text import first_few
 from learnerkit.utils import digests, itself, library_of, warn
 
@@ -86,13 +87,13 @@ class RankLoader(LoaderView):
             yield first_rows(batch, self.dims, 0) if share.size == 0 else batch
         in_step = self.rank_step is not None and self.rank_step.mean.begun
         if self.share is not None and in_step and loader_len(self) is None:
-            self.is_last, self.share = True, Share(self.share.place + world.world_size(), 0, 0)
+            self.is_last, self.share = True, Share(self.share.place + distributed.world_size(), 0, 0)
             yield first_rows(self.sample, self.dims, 0)
 
     @property
     def per_step(self) -> int:
         """The batches of the user's loader in a step of all ranks."""
-        return 1 if self.split else world.world_size()
+        return 1 if self.split else distributed.world_size()
 
     def reseed(self, seed: Any, since: tuple | None = None) -> None:
         """Give the states of the global generators to data without an index; those with one have the epoch's seed.
@@ -158,7 +159,7 @@ class RankStreamLoader(RankLoader):
         self, dl: DataLoader, name: str, *, rank_step: "RankStep | None", split: bool, sharded: bool, join: bool,
         dims: Dims, cut: Callable[[Any], Share], count: Callable[[Any], int | None] | None,
     ) -> None:  # fmt: skip
-        ranks, size, made = world.world_size(), dl.batch_size or 1, dl.batch_sampler is None
+        ranks, size, made = distributed.world_size(), dl.batch_size or 1, dl.batch_sampler is None
         split = split and not sharded
         if split and dl.batch_size is not None and size < ranks:
             raise ValueError(
@@ -174,7 +175,7 @@ class RankStreamLoader(RankLoader):
         if not sharded and not dl.num_workers:  # what is not for this rank needs no joining
             self._finish, collate, replaced["pin_memory"] = partial(_joined, dl), itself, False
         if not made:
-            collate = partial(collated_share, collate, *((world.rank(), ranks) if split else (0, 1)))
+            collate = partial(collated_share, collate, *((distributed.rank(), ranks) if split else (0, 1)))
         loader = with_batches(dl, collate_fn=collate, **replaced)
         super().__init__(loader, None, dims, cut if made and split else None, rank_step)
         self.join, self.sharded, self.split, self.alike = join, sharded, split, not sharded
@@ -199,14 +200,14 @@ class RankStreamLoader(RankLoader):
         source = None if self._source is None else self._source.state_dict()
         # A short batch has come to the end of a dataset, whose state may already be that of the next epoch.
         size = None if self.share is None or isinstance(self._source, DataLoader) else self.share.size
-        short = size is not None and size * world.world_size() < (self.usual_total or 0)
+        short = size is not None and size * distributed.world_size() < (self.usual_total or 0)
         return {"source": source, "ended": self._ended or short, "left": self._left}
 
     def begin(self, skip: float, first: int, own: dict[str, Any], quiet: bool) -> int:
         self._first, state = first, own.get("source")
         if state is not None and not first and own.get("left"):
             warn(
-                f"the data of rank {world.rank()} had not been read to their end when all stopped with the first "
+                f"the data of rank {distributed.rank()} had not been read to their end when all stopped with the first "
                 "(uneven='stop'), so this rank goes on with the rest of them; a run without a break leaves them out if "
                 "the dataset begins each epoch anew. uneven='join' uses all data"
                 " (errors.html#place-in-data)"
@@ -250,7 +251,7 @@ class RankStreamLoader(RankLoader):
     def _pieces(self) -> Iterator[Share]:
         "This rank's pieces of the steps, with their numbers of samples if the loader collates them."
         batches = islice(self._batches(), self._skip, None)
-        ranks, mine = (1, 0) if self.sharded or self.split else (world.world_size(), world.rank())
+        ranks, mine = (1, 0) if self.sharded or self.split else (distributed.world_size(), distributed.rank())
         # All batches of a step are read before it: the model may make them, and is another one after it.
         for found in iter(lambda: list(islice(batches, ranks)), []):
             if self.loader.batch_sampler is None:
@@ -270,20 +271,20 @@ class RankStreamLoader(RankLoader):
         batches = read_on(self.loader, **self._place)
         if self.sharded or self.loader.num_workers or self._place.get("skip"):
             return batches
-        return same_stream(self._noting(batches), self.stream or self._seed, world.rank() == 0, self._since)
+        return same_stream(self._noting(batches), self.stream or self._seed, distributed.rank() == 0, self._since)
 
     def _noting(self, batches: Iterator) -> Iterator:
         for batch in batches:
-            self.stream = None if self.source is None else world.seed_states()
+            self.stream = None if self.source is None else seeds.seed_states()
             yield batch
 
     def _compare(self, first: Any) -> list[bool]:
         "Tell for each rank whether it has data, and warn if some have the same; every rank must reach this."
         mine = None if first is None else digests(tensors_in(first)) if self.sharded else []
-        everyone = world.all_gather(mine)
+        everyone = distributed.all_gather(mine)
         alike = [rank for rank, found in enumerate(everyone) if found and everyone.count(found) > 1]
         if alike:
-            world.warn_once(
+            distributed.warn_once(
                 f"sharded=True says that the {type(self.loader.dataset).__name__} gives each rank a part of its own, "
                 f"but the first batches of ranks {first_few(alike)} are the same, so that samples count several times; "
                 "if it shares itself out only among the workers of a loader, leave sharded=True out"
@@ -292,7 +293,7 @@ class RankStreamLoader(RankLoader):
         return [found is not None for found in everyone]
 
     def _given(self, piece: Share, step: int) -> Any:
-        self.share = piece._replace(place=step * world.world_size() + world.rank(), batch=None)
+        self.share = piece._replace(place=step * distributed.world_size() + distributed.rank(), batch=None)
         return first_rows(self.sample, self.dims, 0) if piece.size == 0 else piece.batch
 
     def _together(self, rank_step: "RankStep") -> Iterator:
@@ -304,9 +305,9 @@ class RankStreamLoader(RankLoader):
             if self._first:
                 return  # the epoch had ended
             raise ValueError("the training loader gave no batches on any rank; its iterable dataset is empty")
-        least = 1 if self.join else world.world_size()
-        if least <= having < world.world_size():  # those without data need to know what a batch looks like
-            found = world.all_gather(None if piece.batch is None else first_rows(piece.batch, self.dims, 1))
+        least = 1 if self.join else distributed.world_size()
+        if least <= having < distributed.world_size():  # those without data need to know what a batch looks like
+            found = distributed.all_gather(None if piece.batch is None else first_rows(piece.batch, self.dims, 1))
             self.sample = next(b for b in (piece.batch, *found) if b is not None)
         while having >= least:
             self._ended = piece.batch is None
@@ -323,8 +324,8 @@ class RankStreamLoader(RankLoader):
         self._tell(step, piece.batch is not None)
 
     def _tell(self, step: int, has_more: bool) -> None:
-        left = world.all_gather(has_more)
-        if any(left) and world.is_main():
+        left = distributed.all_gather(has_more)
+        if any(left) and distributed.is_main():
             over = [r for r, more in enumerate(left) if not more]
             warn(
                 f"the data of {'rank' if len(over) == 1 else 'ranks'} {', '.join(map(str, over))} ended after step "
@@ -386,7 +387,13 @@ def rank_loader(
     if not dl.in_order and dl.num_workers:
         raise ValueError(f"{name} has in_order=False; sharing batches out among ranks needs their order")
     cut = partial(
-        cut_share, rank=world.rank(), ranks=world.world_size(), dims=dims, least=least, name=name, count=count
+        cut_share,
+        rank=distributed.rank(),
+        ranks=distributed.world_size(),
+        dims=dims,
+        least=least,
+        name=name,
+        count=count,
     )
     if isinstance(dl.dataset, IterableDataset):
         stream_loader = RankStreamLoader(
@@ -402,7 +409,13 @@ def rank_loader(
             " (errors.html#rank-loader)"
         )
     replaced = replaced_sampler(
-        dl, rank=world.rank(), ranks=world.world_size(), split=split, least=least, training=training, count=sizes
+        dl,
+        rank=distributed.rank(),
+        ranks=distributed.world_size(),
+        split=split,
+        least=least,
+        training=training,
+        count=sizes,
     )
     stream = next(iter(replaced.values()))
     return RankLoader(with_batches(dl, **replaced), stream, dims, cut if stream.opaque and split else None, rank_step)

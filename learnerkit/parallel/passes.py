@@ -7,7 +7,7 @@ from weakref import proxy
 import torch
 from torch import Tensor
 
-from learnerkit import world
+from learnerkit import distributed
 from learnerkit.gradient_mean import scale_gradients
 from learnerkit.shards import is_shard
 from learnerkit.torch_internals import call_after_backward, remove_hooks
@@ -73,7 +73,9 @@ class Passes:
     def weight(self) -> float:
         """Return the weight of this rank's batch among those of all; every rank must reach this."""
         step = self.step
-        return step.weight(1.0 if step.mean.sums else world.reduce(float(step.count), "mean"))  # host-device syncs
+        return step.weight(
+            1.0 if step.mean.sums else distributed.reduce(float(step.count), "mean")
+        )  # host-device syncs
 
     def _average(self) -> None:
         self._running = False
@@ -103,7 +105,7 @@ class Passes:
                 return None
             loss, weight = torch.as_tensor(loss), self.weight()
             # A host-device sync; the optimizer looks at the loss, too. What weighs nothing may be a NaN.
-            return loss.new_tensor(world.reduce(loss.item() * weight if weight else 0.0, "mean"))
+            return loss.new_tensor(distributed.reduce(loss.item() * weight if weight else 0.0, "mean"))
 
         return together
 
@@ -115,7 +117,7 @@ class Passes:
 
         Args:
             factor: what this rank's gradients are multiplied by; 0: they count nothing, and are left out.
-            among: as in `world.reduce`.
+            among: as in `distributed.reduce`.
         """
         kinds = []
         for p in self.params:
@@ -123,15 +125,15 @@ class Passes:
             if grad is not None and not factor:
                 grad = p.grad = None  # it may be that of the mean of nothing, a NaN
             kinds.append(_NONE if grad is None else _DENSE if grad.layout is torch.strided else _SPARSE)
-        kinds = world.reduce(torch.tensor(kinds), "max", among).tolist()
+        kinds = distributed.reduce(torch.tensor(kinds), "max", among).tolist()
         given = {p: kind for p, kind in zip(self.params, kinds, strict=True) if kind}
         scale_gradients(given, factor)
         for p, kind in given.items():
             if kind == _SPARSE:
                 grad = p.new_zeros(1).expand_as(p) if p.grad is None else p.grad
                 grad = grad.to_sparse(1) if grad.layout is torch.strided else grad
-                p.grad = world.reduce(grad.coalesce(), "mean", among).coalesce()
+                p.grad = distributed.reduce(grad.coalesce(), "mean", among).coalesce()
             elif p.grad is None:
                 p.grad = torch.zeros_like(p)
             self.averaged[p] = p.grad
-        world.mean_into([self.averaged[p] for p, kind in given.items() if kind == _DENSE], among)
+        distributed.mean_into([self.averaged[p] for p, kind in given.items() if kind == _DENSE], among)

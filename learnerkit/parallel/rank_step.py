@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from learnerkit import world
+from learnerkit import distributed
 from learnerkit.gradient_mean import GradientMean, StepGradient, counts_something, host_count, scale_gradients
 from learnerkit.host_scalars import HostCopy
 from learnerkit.losses import output_of
@@ -55,7 +55,7 @@ class RankStep:
 
     def __init__(self, learn: "Learner", agreement: Agreement) -> None:
         self.learn, self.agreement, self.dispatch = learn, agreement, cast(RankDispatch, learn._dispatch)
-        self.mean = GradientMean(learn._loss_weighting.sums, world.world_size())
+        self.mean = GradientMean(learn._loss_weighting.sums, distributed.world_size())
         self.named: dict[str, nn.Parameter] = {}
         self.params: dict[str, nn.Parameter] = {}
         self.passes = Passes(self, watches=False)
@@ -114,7 +114,7 @@ class RankStep:
         if self.learn.dl.share.size == 0:
             self.agreement.left_batch.begin()
         if self.sends is not None and not self.mean.begun:
-            world.broadcast_into(list(self.sends.buffers()), among="gradients")
+            distributed.broadcast_into(list(self.sends.buffers()), among="gradients")
 
     def take_count(self) -> bool:
         """Take what the batch counts into its step, and tell whether that may be anything."""
@@ -129,7 +129,7 @@ class RankStep:
             if self.kept and not mean.sums:
                 # A callback accumulates gradients by leaving steps out: those that are there have their scale already,
                 # so this batch's must be right before it joins them. A collective and a host-device sync of its own.
-                expected = world.reduce(float(self.count), "mean", among="gradients")
+                expected = distributed.reduce(float(self.count), "mean", among="gradients")
             mean.begin(expected * learn.step_batches or 1.0)
         mean.counted = mean.counted + self.count
         if (weighting := learn._loss_weighting).parts:
@@ -192,9 +192,9 @@ class RankStep:
     def no_part(self, names: Iterable[str]) -> RuntimeError:
         """Return the error for parameters that a later batch of this rank leaves out."""
         return RuntimeError(
-            f"parameters that took no part in the loss of batch {self.learn.iter} on rank {world.rank()}, although "
-            f"they did in the first batch: {first_few(list(names) or ['unknown'])}. Freeze them, use them in every "
-            "batch, or pass find_unused_parameters=True to DistributedCallback, for losses that may leave any out"
+            f"parameters that took no part in the loss of batch {self.learn.iter} on rank {distributed.rank()}, "
+            f"although they did in the first batch: {first_few(list(names) or ['unknown'])}. Freeze them, use them in "
+            "every batch, or pass find_unused_parameters=True to DistributedCallback, for losses that may leave any out"
             " (errors.html#unused-parameters)"
         )
 
@@ -215,8 +215,8 @@ class RankStep:
         What a rank leaves for is told with the gradients, or after the last batch.
         """
         self.number += 1  # no rank waits in `all_skip` for this one, which waits for all here
-        with world.before_collective(None):
-            return world.reduce(int(with_data), among="votes")
+        with distributed.before_collective(None):
+            return distributed.reduce(int(with_data), among="votes")
 
     def all_skip(self, point: int) -> bool:
         """Tell whether every rank leaves a point of the batch out; ranks that come to it never call this."""
@@ -264,7 +264,7 @@ class Overlapped:
             self._carrier = nn.Parameter(torch.zeros(_SLOTS, dtype=dtype, device=device))
             params.append(self._carrier)
         held.params = nn.ParameterList(params)
-        group = world.group("gradients", device.type)
+        group = distributed.group("gradients", device.type)
         self.ddp = DistributedDataParallel(held, **{"process_group": group, "init_sync": False} | options)
         if comm_hook == "powersgd":
             state = powerSGD_hook.PowerSGDState(group, start_powerSGD_iter=10)
@@ -297,7 +297,7 @@ class Overlapped:
         except RuntimeError:
             raise step.no_part(name for name, p in step.params.items() if p.grad is None) from None
         if carrier is None:
-            vector = world.reduce(step.vector(), "mean", among="gradients")
+            vector = distributed.reduce(step.vector(), "mean", among="gradients")
         else:
             vector, carrier.grad = cast(Tensor, carrier.grad).clone(), None  # it may be a piece of DDP's bucket
         step.complete(vector)

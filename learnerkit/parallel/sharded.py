@@ -11,7 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Adam
 
-from learnerkit import optim, world
+from learnerkit import distributed, optim
 from learnerkit.data.batches import map_batch, tensors_in
 from learnerkit.shards import gathered, is_shard, local, owners, put_parameter, rows_of
 from learnerkit.text import first_few, in_units
@@ -101,7 +101,7 @@ class Shards:
         # Before FSDP's own hooks, which free the unit: the parameters are whole here.
         copy_views = torch.compiler.disable(_after_unit)
         self._hooks: list[Any] = [m.register_forward_hook(copy_views) for m in (*self.units, self.model)]
-        group: Any = world.group("gradients", self.device.type) or dist.group.WORLD
+        group: Any = distributed.group("gradients", self.device.type) or dist.group.WORLD
         self._mesh = DeviceMesh.from_group(group, self.device.type)
         whole = {p for p in self.model.parameters() if not _is_divisible(p)}
         for module in (*self.units, self.model):
@@ -317,8 +317,8 @@ class Shards:
         ):
             return
         while True:
-            with world.before_collective(None):
-                chosen = world.reduce(wanted, "max", among="votes")
+            with distributed.before_collective(None):
+                chosen = distributed.reduce(wanted, "max", among="votes")
             if chosen < 0:
                 return
             if chosen == rest or not self._rest:

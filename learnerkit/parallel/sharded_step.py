@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from learnerkit import world
+from learnerkit import distributed
 from learnerkit.data.batches import tensors_in
 from learnerkit.gradient_mean import zero_loss
 from learnerkit.parallel.sharded import Shards
@@ -184,7 +184,7 @@ class Sharded:
 
     def _check_calls(self) -> None:
         """Refuse ranks that call different units: these may have gathered the rows of one for those of another."""
-        everyone = world.all_gather(self._calls)
+        everyone = distributed.all_gather(self._calls)
         for rank, calls in enumerate(everyone):
             if calls != everyone[0]:
                 raise ValueError(
@@ -217,7 +217,7 @@ class Sharded:
         vector, work = step.vector(), None
         if learn.step_due:
             # It runs during the backward pass.
-            work = dist.all_reduce(vector, group=world.group("gradients", vector.device.type), async_op=True)
+            work = dist.all_reduce(vector, group=distributed.group("gradients", vector.device.type), async_op=True)
         zeros: list[Any] = []
         if not something and not self._looks and loss is not None and loss.requires_grad:
             # The loss of a sample, or of a batch that this rank has left: its graph is that of the other ranks' losses.
@@ -266,7 +266,7 @@ class Sharded:
         step.learn._backward()
         self._note_reduced()
         self.forget_calls()
-        vector = world.reduce(step.vector(), "mean", among="gradients")
+        vector = distributed.reduce(step.vector(), "mean", among="gradients")
         step.mean.expected = vector[0].item()  # a host-device sync
         step.passes.average(step.weight(step.mean.expected), among="gradients")
         step.passes.averaged.clear()
@@ -300,7 +300,7 @@ class Sharded:
         found = [name in taken for name in params]
         calls = crc32("\n".join(self._calls).encode()) & 0x7FFFFFFF
         mine = torch.tensor([*found, calls, -calls], dtype=torch.int32)
-        *used, most, least = world.reduce(mine, "max", among="gradients").tolist()
+        *used, most, least = distributed.reduce(mine, "max", among="gradients").tolist()
         if most != -least:
             self._check_calls()
         self._left_out = {name for name, is_used in zip(params, used, strict=True) if not is_used}
@@ -313,7 +313,7 @@ class Sharded:
         for p in trained:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
-        world.mean_into([cast(Tensor, p.grad) for p in trained], among="gradients")
+        distributed.mean_into([cast(Tensor, p.grad) for p in trained], among="gradients")
 
     def detach(self) -> None:
         """Take the hooks off the units."""

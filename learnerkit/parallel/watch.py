@@ -26,13 +26,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from learnerkit import world
+from learnerkit import distributed
+from learnerkit.distributed import PeerError, collectives, meeting
 from learnerkit.endings import Ending, where
 from learnerkit.host_scalars import HostCopy
 from learnerkit.launch.heartbeat import Heartbeat
 from learnerkit.launch.ping import open_sockets
 from learnerkit.torch_internals import abort_nccl, frame_of_thread, waits_for_ranks
-from learnerkit.world import PeerError
 
 GRACE_SECONDS = 0.5
 """How long after a failure the others may still run into the same error by themselves, and so report it as theirs."""
@@ -59,9 +59,9 @@ class Watch:
 
     def __init__(self, what: str, timeout: float) -> None:
         self.what, self.timeout = what, timeout
-        self.rank, self.ranks = world.rank(), world.world_size()
+        self.rank, self.ranks = distributed.rank(), distributed.world_size()
         self.others = set(range(self.ranks)) - {self.rank}
-        self.store: dist.Store = dist.PrefixStore(f"learnerkit/watch/run-{_runs[0]}", world.store())
+        self.store: dist.Store = dist.PrefixStore(f"learnerkit/watch/run-{_runs[0]}", distributed.store())
         self.failure: Ending | None = None
         self.called = -1
         self.passed: Callable[[], int] = lambda: -1
@@ -75,19 +75,19 @@ class Watch:
         Raises:
             PeerError: some did not, or made another call.
         """
-        calls = world.await_all(self.store, self.what, self.timeout)
+        calls = distributed.await_all(self.store, self.what, self.timeout)
         _runs[0] += 1
         if len(set(calls)) > 1:
-            raise world.not_together(", ".join(f"rank {rank} called {call}" for rank, call in enumerate(calls)))
+            raise distributed.not_together(", ".join(f"rank {rank} called {call}" for rank, call in enumerate(calls)))
         self.heartbeat = Heartbeat.own()
         here, mine = _machine(), {pair for pair, _ in open_sockets()}
-        everyone = world.all_gather((here, self.heartbeat.path, mine))
+        everyone = distributed.all_gather((here, self.heartbeat.path, mine))
         for rank, (machine, path, _) in enumerate(everyone):
             if machine == here:
                 with suppress(OSError, ValueError):
                     self.heartbeats[rank] = Heartbeat(path)
         theirs = {pair for _, _, pairs in everyone for pair in pairs} - mine
-        port = world.store_port(self.store)
+        port = distributed.store_port(self.store)
         # The connections whose other end another rank has; those of the store must stay.
         self._lines = {pair for pair in mine if pair[::-1] in theirs and port not in (pair[0][1], pair[1][1])}
         self.heartbeat.live(waits=False)
@@ -202,7 +202,7 @@ class Watch:
             failure: the reason, if no earlier one is known.
         """
         self.failure = self.failure or failure
-        world.group_is_dead = True
+        distributed.give_group_up()
         for pair, line in open_sockets():
             if pair in self._lines:
                 with suppress(OSError):  # the peer was quicker
@@ -322,5 +322,6 @@ def _machine() -> tuple[str, str]:
     return socket.gethostname(), os.readlink(processes) if os.path.exists(processes) else ""
 
 
-_WAITING = {f.__code__ for f in (*vars(world).values(), Watch.all_skip, HostCopy.numbers) if isfunction(f)}
+_WAITS = *vars(collectives).values(), *vars(meeting).values(), Watch.all_skip, HostCopy.numbers
+_WAITING = {f.__code__ for f in _WAITS if isfunction(f)}
 """The code of this package's functions in which a rank may wait for others."""

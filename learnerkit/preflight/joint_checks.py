@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from learnerkit import world
+from learnerkit import distributed
 from learnerkit.preflight.facts import Board, Facts, Judge, places
 from learnerkit.preflight.report import HINT, OK, WRONG, Finding
 from learnerkit.text import in_one_line, in_units
@@ -62,8 +62,8 @@ def judge_files(everyone: list[Facts]) -> list[Finding]:
 
 def connect(board: Board) -> Facts:
     """Make the process group as a run would."""
-    world.join(timeout=60.0)  # torch's own limit must come after the board's: NCCL's aborts the process
-    world.barrier()
+    distributed.join(timeout=60.0)  # torch's own limit must come after the board's: NCCL's aborts the process
+    distributed.barrier()
     return {"config": dist.get_backend_config()}
 
 
@@ -111,7 +111,7 @@ def judge_clocks(everyone: list[Facts]) -> list[Finding]:
 
 def measure_all_reduce(board: Board) -> Facts:
     """Measure the seconds of an all-reduce of three sizes in bytes (the median of five), and check its sums."""
-    device, found, right = world.default_device(), [], True
+    device, found, right = distributed.default_device(), [], True
     wait = (lambda: None) if device.type == "cpu" else torch.accelerator.synchronize
     for n_bytes in (2**12, 2**20, 2**24 if device.type == "cpu" else 2**26):
         x, seconds = torch.empty(n_bytes // 4, device=device), []

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from learnerkit import __version__, world
+from learnerkit import __version__, distributed
 from learnerkit.launch.addresses import interface_of, own_address
 from learnerkit.launch.environment import LOOPBACK_INTERFACE
 from learnerkit.preflight.facts import Facts, Judge, by_machine, hosts, per_machine, places
@@ -43,7 +43,7 @@ def judge_versions(everyone: list[Facts]) -> list[Finding]:
 
 def look_at_device() -> Facts:
     """The device that training would use here."""
-    device = world.default_device()
+    device = distributed.default_device()
     if device.type != "cuda":
         return {"type": device.type, "name": device.type.upper(), "id": None}
     properties, (free, memory) = torch.cuda.get_device_properties(device), torch.cuda.mem_get_info(device)

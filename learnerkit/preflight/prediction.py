@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from learnerkit import optim, world
+from learnerkit import distributed, optim
 from learnerkit.callback import Callback
 from learnerkit.callbacks.precision import MODES, MixedPrecision, predictions_in_float32
 from learnerkit.callbacks.recomputing import ActivationCheckpointing
@@ -119,7 +119,7 @@ def predict_memory(
         return in_one_line(error)
     for trial in on or ((fake_steps,) if several else (fake_steps, real_steps)):
         try:
-            with world.alone(), trial(learn) as (one, like):
+            with distributed.alone(), trial(learn) as (one, like):
                 others = (4 * n, 8 * n) if trial is fake_steps else (n // 2 if n > 3 else 2 * n,)
                 found = _measured(one, map_batch(like, seen), n, every, others)
                 return found.with_more(found.gradients) if several else found  # DDP has copies of them

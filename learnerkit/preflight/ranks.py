@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from learnerkit import optim, run_state, world
+from learnerkit import distributed, optim, run_state
 from learnerkit.arguments import check_count
 from learnerkit.callback import Callback
 from learnerkit.callbacks.progress import ProgressCallback
@@ -25,6 +25,7 @@ from learnerkit.checkpoints.callback import CheckpointCallback
 from learnerkit.data.batches import map_batch, on_host, tensors_in
 from learnerkit.data.order import in_order, with_batches
 from learnerkit.data.stream import Seeded
+from learnerkit.distributed import seeds
 from learnerkit.endings import ExceptionReport
 from learnerkit.events import CancelFitException
 from learnerkit.losses import UNKNOWN_COUNT, doubtful_count, loss_sums
@@ -115,10 +116,10 @@ def check_distributed(learn: "Learner", n: int = 2, steps: int = 5, timeout: flo
 def _check_call(learn: "Learner", n: int, steps: int) -> None:
     check_count("n", n, least=2)
     check_count("steps", steps)
-    if world.is_joined() or world.world_size() > 1:
+    if distributed.is_joined() or distributed.world_size() > 1:
         raise RuntimeError(
-            f"check_distributed starts processes of its own, and this one is rank {world.rank()} of "
-            f"{world.world_size()} already: call it in a plain `python` process or a notebook, without a launcher"
+            f"check_distributed starts processes of its own, and this one is rank {distributed.rank()} of "
+            f"{distributed.world_size()} already: call it in a plain `python` process or a notebook, without a launcher"
         )
     if learn.task is not None:
         raise RuntimeError(f"check_distributed was called during {learn.task!r}; call it between two runs")
@@ -176,7 +177,7 @@ def _run(
 
     def prepare(cb: Callback) -> None:
         learn.xb, learn.yb = map_batch(cast, (learn.xb, learn.yb))
-        notes.seeds = world.seed_states()
+        notes.seeds = seeds.seed_states()
 
     learn.add_cbs([Callback(before_batch=prepare, order=-1000), notes])
     if join:
@@ -283,7 +284,7 @@ class _Notes(Callback):
             setattr(holder, name, with_batches(loader, batch_sampler=noted))
 
     def after_loss(self) -> None:
-        torch_seeds, python_seeds, _ = world.seed_states()
+        torch_seeds, python_seeds, _ = seeds.seed_states()
         self.draws |= not torch.equal(torch_seeds, self.seeds[0]) or python_seeds != self.seeds[1]
         self.unknown = doubtful_count(self.learn)
 

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from learnerkit import arguments, losses, optim, world
+from learnerkit import arguments, distributed, losses, optim
 from learnerkit.callback import Callback
 from learnerkit.callbacks.debugging import ShortLoader
 from learnerkit.data.batches import likely_sizes, map_batch, tensors_in
+from learnerkit.distributed import PeerError
 from learnerkit.endings import ending_of
 from learnerkit.events import CancelFitException, CancelValidException
 from learnerkit.inspection.undoing import trial
@@ -26,7 +27,6 @@ from learnerkit.preflight.report import HINT, NOTHING, OK, WRONG, Finding, Repor
 from learnerkit.shards import gathered
 from learnerkit.text import first_few, in_one_line
 from learnerkit.utils import describe, overrides, unwrap
-from learnerkit.world import PeerError
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
@@ -61,8 +61,8 @@ def check(learn: "Learner", memory: str | int | None = None) -> bool:
             step.found[step.stage] += judge_activations(learn, step.batch)
     except Exception as e:
         step.failed(e, unwrap(learn.model))
-    everyone = world.all_gather(step.found) if sharded else [step.found]  # every rank must reach this
-    report = Report(shown=world.is_main())
+    everyone = distributed.all_gather(step.found) if sharded else [step.found]  # every rank must reach this
+    report = Report(shown=distributed.is_main())
     for topic, findings in of_all_ranks(everyone).items():
         report.add(topic, findings)
     return report.close()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Subset
 
-from learnerkit import arguments, parallel, world
+from learnerkit import arguments, distributed, parallel
 from learnerkit.callback import Callback
 from learnerkit.callbacks.accumulation import GradientAccumulation
 from learnerkit.callbacks.debugging import ShortLoader
@@ -99,8 +99,8 @@ def find_batch_size(learn: "Learner", share: float = 0.9, bs: int | None = None)
             "learn.check(memory=...) says what a step of it takes (errors.html#find-batch-size)"
         )
     parallel.warn_outside_context(learn)
-    together = world.world_size() > 1 and member_of(learn.cbs) is not None
-    with nullcontext() if together else world.alone():
+    together = distributed.world_size() > 1 and member_of(learn.cbs) is not None
+    with nullcontext() if together else distributed.alone():
         found = _Search(learn, share, bs).run()
     learn.say(str(found))
     return found
@@ -215,8 +215,10 @@ class _Search:
         with ExitStack() as stack:
             enter = stack.enter_context
             if self.ranks > 1:
-                enter(world.alone())
-                enter(world.no_collectives("a step in one process"))  # else it would wait for ranks that do not come
+                enter(distributed.alone())
+                enter(
+                    distributed.no_collectives("a step in one process")
+                )  # else it would wait for ranks that do not come
             enter(learn.removed_cbs([DistributedCallback, GradientAccumulation]))
             train = enter(trying(learn, "find_batch_size", cbs))
             enter(replaced(learn.dls, loaders=self._loaders(size, 2 * STEPS if accumulates else STEPS)))
@@ -362,10 +364,10 @@ def _on_all_ranks(call: Callable[[], _T]) -> list[_T]:
         found = call()
     except Exception as e:
         error = e
-    everyone = world.all_gather((found, "" if error is None else in_one_line(error)))
+    everyone = distributed.all_gather((found, "" if error is None else in_one_line(error)))
     if error is not None:
         raise error
     for rank, (_, reason) in enumerate(everyone):
         if reason:
-            raise world.PeerError(f"no batch size was found, as rank {rank} failed: {reason}")
+            raise distributed.PeerError(f"no batch size was found, as rank {rank} failed: {reason}")
     return [each for each, _ in everyone]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from learnerkit import world
+from learnerkit import distributed
 from learnerkit.endings import ExceptionReport
 from learnerkit.launch.environment import usable_cores
 from learnerkit.parallel.data_parallel import ParallelCallback
@@ -106,7 +106,7 @@ def cost_on_ranks(learn: "Learner", step: Pace, offline: float, alone: Pace | No
         alone: a step in rank 0's process alone; `None`: not known.
         single: the same with as many threads as are best for it; `None`: not known.
     """
-    sent, n, device = _sent(learn), world.world_size(), learn.dls.device
+    sent, n, device = _sent(learn), distributed.world_size(), learn.dls.device
     largest = max(sent)  # not their sum, for which a large model may leave no memory
     link = measure_link(device, sizes=(1 << 10, max(1 << 14, largest // 4), max(1 << 16, largest)))
     batch = step.samples / n
@@ -116,7 +116,7 @@ def cost_on_ranks(learn: "Learner", step: Pace, offline: float, alone: Pace | No
     beyond = step.seconds - offline - sum(all_reduce_seconds(size, n, link) for size in sent)
     at_once = None
     if device.type == "cpu":
-        at_once = world.broadcast(max(1.0, usable_cores() / torch.get_num_threads()))
+        at_once = distributed.broadcast(max(1.0, usable_cores() / torch.get_num_threads()))
     return StepCost(
         here, -(-n // here), (single or alone).seconds, alone.seconds, offline, at_once, batch, sent, link, beyond
     )

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from learnerkit import world
+from learnerkit import distributed
 
 SIZES = (1 << 10, 1 << 18, 1 << 23)
 """Bytes of the all-reduces that are timed, unless others are asked for."""
@@ -142,11 +142,11 @@ def measure_link(device: torch.device, sizes: Sequence[int] = SIZES) -> Link:
     Raises:
         ValueError: this is the only process of the run.
     """
-    n = world.world_size()
+    n = distributed.world_size()
     if n == 1:
         raise ValueError("one process has no link to measure: start several, or give one as Link(latency, bandwidth)")
-    world.join(what="measure_link")
-    group = world.group("gradients", device.type)
+    distributed.join(what="measure_link")
+    group = distributed.group("gradients", device.type)
     pairs = [torch.zeros(2, max(1, size // 4), device=device) for size in sizes]
 
     def seconds_of(gradients: Tensor, bucket: Tensor) -> float:  # as DDP averages them
@@ -162,7 +162,7 @@ def measure_link(device: torch.device, sizes: Sequence[int] = SIZES) -> Link:
         return [seconds_of(*pair) for pair in pairs]
 
     shortest = min(sum(measure()) for _ in range(WARM))
-    times = int(world.reduce(float(max(LEAST, min(MOST, SECONDS / shortest))), "min"))
-    found = torch.tensor(world.all_gather([measure() for _ in range(times)]), dtype=torch.float64)
+    times = int(distributed.reduce(float(max(LEAST, min(MOST, SECONDS / shortest))), "min"))
+    found = torch.tensor(distributed.all_gather([measure() for _ in range(times)]), dtype=torch.float64)
     # Of ranks, times, sizes. All ranks leave an all-reduce together: the last to come has waited for nobody.
     return fitted(sizes, found.amin(0).quantile(0.5, 0).tolist(), n)

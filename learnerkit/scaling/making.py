@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from learnerkit import arguments, parallel, world
+from learnerkit import arguments, distributed, parallel
 from learnerkit.callbacks.accumulation import GradientAccumulation
 from learnerkit.data.loaders import DataLoaders
 from learnerkit.launch.environment import usable_cores
@@ -56,13 +56,13 @@ def scaling_report(
             " (errors.html#loader-iterator)"
         )
     parallel.warn_outside_context(learn)
-    together = world.world_size() > 1 and member_of(learn.cbs) is not None
-    with nullcontext() if together else world.alone():
+    together = distributed.world_size() > 1 and member_of(learn.cbs) is not None
+    with nullcontext() if together else distributed.alone():
         making = Making(learn, n_steps, seconds)
         report = making.run(advice)
     if forecast:
         making.measure_cost(report)
-    if show and world.is_main():
+    if show and distributed.is_main():
         print(report, flush=True)
     return report
 
@@ -77,7 +77,7 @@ class Making:
     """
 
     def __init__(self, learn: "Learner", n_steps: int, seconds: float) -> None:
-        self.learn, self.n_steps, self.ranks = learn, n_steps, world.world_size()
+        self.learn, self.n_steps, self.ranks = learn, n_steps, distributed.world_size()
         self.seconds, self._end = seconds, time.monotonic() + seconds
         self._base: list[Pace] = []
         self._alone: Pace | None = None
@@ -126,7 +126,7 @@ class Making:
         "For each rank the parts of its steps, and the mean seconds of one."
         watch = Stopwatch(self.learn, self.n_steps)
         run_trial(self.learn, watch, quiet=quiet)
-        return world.all_gather(watch.parts), world.all_gather(sum(watch.seconds) / len(watch.seconds))
+        return distributed.all_gather(watch.parts), distributed.all_gather(sum(watch.seconds) / len(watch.seconds))
 
     def run_without(self, report: ScalingReport) -> None:
         """Run steps without what costs time."""
@@ -153,7 +153,7 @@ class Making:
         if self.learn.shards is not None:
             report.notes.append("steps in one process alone could not be run: the model stays divided among the ranks")
             return
-        first, cores = world.broadcast((torch.get_num_threads(), usable_cores()))  # every rank must try the same
+        first, cores = distributed.broadcast((torch.get_num_threads(), usable_cores()))  # every rank must try the same
         more = first == 1 and self.learn.dls.device.type == "cpu"
         for threads in dict.fromkeys([first, cores if more else first]):
             alone = pace_alone(self.learn, self.n_steps, 600.0, threads)
@@ -174,7 +174,7 @@ class Making:
             report.cost = cost_on_ranks(learn, step, report.without["network"], self._alone, single)
         elif self._is_sharded():
             pass
-        elif world.world_size() > 1:
+        elif distributed.world_size() > 1:
             report.notes.append("no forecast: it needs steps of ranks that train together, without the network too")
         elif learn.dls.device.type != "cpu":
             report.cost = cost_of_one(learn, step, report.parts[BACKWARD][0])
@@ -189,7 +189,7 @@ class Making:
         """Try what may help, and note what does: twice, as chance may help once."""
         for what, change in self._advice(report):
             # Every rank must come to the same end.
-            if world.broadcast(time.monotonic() > self._end):
+            if distributed.broadcast(time.monotonic() > self._end):
                 report.notes.append(
                     f"not tried any more after {self.seconds:g} s: {what}, and what would have followed"
                 )

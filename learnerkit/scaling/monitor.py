@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from learnerkit import arguments, world
+from learnerkit import arguments, distributed
 from learnerkit.callback import Callback
 from learnerkit.data.iterable import LoaderView
 from learnerkit.scaling.parts import call_when_ready, watched
@@ -89,12 +89,12 @@ class ScalingMonitor(Callback):
         for start, end in self._pairs:
             if end.query():  # else the device has not come there, and the host does not wait for it
                 self._exposed += start.elapsed_time(end) / 1e3
-        rank = world.rank() if self.learn.n_ranks > 1 else 0
+        rank = distributed.rank() if self.learn.n_ranks > 1 else 0
         found = torch.zeros(len(self._busy) + 3, dtype=torch.float64)
         found[rank] = seconds - self._exposed
         found[-3:] = torch.tensor([self._samples, seconds, self._input + self._exposed])
         if self.learn.n_ranks > 1:
-            found = world.reduce(found, among="votes")
+            found = distributed.reduce(found, among="votes")
         self._busy += found[:-3]
         samples, total, waited = found[-3:].tolist()
         self.learn.log_metric("samples_per_second", samples / (total / len(self._busy)))

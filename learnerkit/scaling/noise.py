@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from learnerkit import arguments, optim, world
+from learnerkit import arguments, distributed, optim
 from learnerkit.callback import Callback
 from learnerkit.callbacks.accumulation import GradientAccumulation
 from learnerkit.callbacks.precision import MixedPrecision, predictions_in_float32
@@ -363,7 +363,7 @@ class GradientNoiseScale(Callback):
         """Estimate from what all ranks have measured; every rank must reach this. A host-device sync."""
         self._close()
         own = [Measured(*row) for row in _rows_of(self._own)]
-        ranks = world.all_gather(own) if self.learn.n_ranks > 1 else [own]
+        ranks = distributed.all_gather(own) if self.learn.n_ranks > 1 else [own]
         self._own = HostScalars()
         found = together(row for rank in ranks for row in rank)
         if loss_sums(self.learn):  # the step's gradient is a sum, too
@@ -406,7 +406,7 @@ class GradientNoiseScale(Callback):
         """Go on measuring. With another number of ranks, rank 0 has what all had measured."""
         self._steps, self.value, self.error = state["steps"], state["value"], state["error"]
         self._rows, self._own, self._row = [Measured(*row) for row in state["rows"]], HostScalars(), None
-        ranks = [state["own"]] if "own" in state else state["ranks"] if world.is_main() else []
+        ranks = [state["own"]] if "own" in state else state["ranks"] if distributed.is_main() else []
         for value in (value for rank in ranks for row in rank for value in row):
             self._own.append(value)
 

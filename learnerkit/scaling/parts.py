@@ -3,8 +3,8 @@
 All ranks leave a reduction of gradients together, so that no clocks need to agree: a step lasts from the end of one
 reduction to the end of the next, on every rank alike. What a rank does before its last bucket is ready, a slow backward
 pass too, is its own time; the longest over the ranks less one's own is waiting for a slow rank, and what is left is
-communication. Other collectives of `learnerkit.world` in a step are waiting, too. Those that a callback or a module
-makes by itself count as its own time.
+communication. Other collectives of `learnerkit.distributed` in a step are waiting, too. Those that a callback or a
+module makes by itself count as its own time.
 """
 
 import math

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch.optim import SGD, Optimizer, RMSprop
 from torch.utils.data import IterableDataset
 
-from learnerkit import arguments, optim, world
+from learnerkit import arguments, distributed, optim
 from learnerkit.callbacks.accumulation import GradientAccumulation
 from learnerkit.data.batches import loader_len
 from learnerkit.data.loaders import DataLoaders
@@ -71,9 +71,9 @@ def ranks_of(learn: "Learner", cbs: list) -> tuple[int, bool, bool]:
         options = workers.options
         return workers.nproc, options.get("split_batches", False), options.get("sharded", False)
     member = member_of(cbs)
-    if member is None or world.world_size() == 1:
+    if member is None or distributed.world_size() == 1:
         return 1, False, False
-    return world.world_size(), member.split_batches, member.dataset_is_sharded
+    return distributed.world_size(), member.split_batches, member.dataset_is_sharded
 
 
 def batch_samples(dls: DataLoaders) -> int | None:

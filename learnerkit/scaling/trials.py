@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from learnerkit import world
+from learnerkit import distributed
 from learnerkit.callback import Callback
 from learnerkit.callbacks.debugging import OverfitBatch
 from learnerkit.callbacks.training import StepBudget
@@ -76,7 +76,7 @@ def run_trial(
         train = stack.enter_context(trying(learn, "scaling", cbs, quiet))
         if isinstance(clock, Stopwatch):
             stack.callback(clock.watch_hooks())
-            stack.enter_context(world.around_collectives(partial(clock.within, REDUCE)))
+            stack.enter_context(distributed.around_collectives(partial(clock.within, REDUCE)))
         if not network and (agreement := learn._agreement) is not None:
             agreement.alone_from = 1  # in the first batch the ranks find out about the model together
         train(n_steps=clock.due)
@@ -110,7 +110,7 @@ def pace(learn: "Learner", n_steps: int, **kwargs: Any) -> Pace:
     """Run a trial and return how fast all ranks were; every rank must reach this."""
     clock = Clock(learn, n_steps)
     run_trial(learn, clock, **kwargs)
-    found = world.all_gather((sum(clock.seconds), sum(clock.samples), len(clock.seconds)))
+    found = distributed.all_gather((sum(clock.seconds), sum(clock.samples), len(clock.seconds)))
     return Pace(max(s / n for s, _, n in found), sum(samples / n for _, samples, n in found))
 
 
@@ -126,24 +126,24 @@ def pace_alone(learn: "Learner", n_steps: int, seconds: float, threads: int | No
     Returns:
         How fast it was; or on every rank why it could not be run.
     """
-    key = f"scaling/{world._count_call('scaling')}"
-    if not world.is_main():
-        found = json.loads(world.hear(key, seconds))
+    key = f"scaling/{distributed.count_call('scaling')}"
+    if not distributed.is_main():
+        found = json.loads(distributed.hear(key, seconds))
         return found if isinstance(found, str) else Pace(*found)
     answer: Any = "rank 0 was interrupted"
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(threads or before)
-        with world.alone(), learn.removed_cbs(DistributedCallback):
+        with distributed.alone(), learn.removed_cbs(DistributedCallback):
             first = Clock(learn, 1)
-            with world.no_collectives("a step in one process"):  # else it would wait for ranks that do not come
+            with distributed.no_collectives("a step in one process"):  # else it would wait for ranks that do not come
                 run_trial(learn, first)
             answer = pace(learn, n_steps)
     except Exception as error:
         answer = in_one_line(error)
     finally:
         torch.set_num_threads(before)
-        world.tell(key, json.dumps(answer))
+        distributed.tell(key, json.dumps(answer))
     return answer
 
 
@@ -155,7 +155,7 @@ def attempt(run: Callable[[], Pace]) -> tuple[Pace | None, str]:
         found = run()
     except Exception as error:
         reason = in_one_line(error)
-    reasons = world.all_gather(reason)
+    reasons = distributed.all_gather(reason)
     reason = next(filter(None, reasons), "")
     return (None, reason) if reason else (found, "")
 

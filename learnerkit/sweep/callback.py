@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from learnerkit import world
+from learnerkit import distributed
 from learnerkit.callback import Callback
 from learnerkit.callbacks.recorder import check_monitor, monitored
 from learnerkit.endings import mark
@@ -51,11 +51,11 @@ class Report(Callback):
         self.reported.append(value)
         self._tell()
         ends = self._trial is not None and self._trial.is_pruned()
-        if world.broadcast(ends) if self.learn.n_ranks > 1 else ends:  # every rank must reach this
+        if distributed.broadcast(ends) if self.learn.n_ranks > 1 else ends:  # every rank must reach this
             raise mark(Pruned(), agreed=True)
 
     def _tell(self) -> None:
-        if self.place is None or not world.is_main():
+        if self.place is None or not distributed.is_main():
             return
         self._trial = self._trial or Trial(self.place)
         for value in self.reported[self._n_told :]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from learnerkit import world
+from learnerkit import distributed
 from learnerkit.data.loaders import ONLY_INPUTS, DataLoaders
 from learnerkit.data.parts import held_out
 from learnerkit.export.reading import NoData
@@ -137,7 +137,7 @@ class TabularData:
         data.train_ds, data.valid_ds = data._dataset(train), data._dataset(rest) if len(rest) else None
         left = {name: seen for name, seen in roles.items() if name not in (*cats, *conts)}
         told |= {name: seen.told for name, seen in roles.items() if seen.told and name not in left}
-        if world.is_main():
+        if distributed.is_main():
             lines = [str(data), _said("left out", _reasons(left), "; ")] if decides else []
             for line in (*lines, *_to_look_at(told)):
                 print(line)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from learnerkit import world
+from learnerkit import distributed
 from learnerkit.data.loaders import DataLoaders
 from learnerkit.data.weights import class_loss
 from learnerkit.learner import Learner
@@ -287,10 +287,10 @@ def _build(builder: Any, weights: Any, model_kwargs: dict, pretrained: bool | No
     else:
         weights = _find_weights(builder, weights)
         # One process on each machine downloads, then the others read its file; every rank must reach this.
-        network = world.rank0_first(_load, builder, weights, model_kwargs, per_node=True)
+        network = distributed.rank0_first(_load, builder, weights, model_kwargs, per_node=True)
     if not isinstance(network, nn.Module):
         raise TypeError(f"model_fn made a {type(network).__name__}; it must make an nn.Module")
-    if source and world.is_main():
+    if source and distributed.is_main():
         loaded = weights or model_kwargs.get("weights")
         if weights and source == "timm":
             loaded = cast(dict, network.pretrained_cfg)["tag"]

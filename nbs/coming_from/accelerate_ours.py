@@ -18,8 +18,8 @@ from learnerkit import (
     SaveModelCallback,
     TorchScheduler,
     accuracy,
+    distributed,
     set_seed,
-    world,
 )
 from learnerkit.datasets import fashion_mnist_sample
 
@@ -79,5 +79,7 @@ def main():
 
 if __name__ == "__main__":
     found = main()
-    for name, losses in found.items() if world.is_main() else ():
+    for name, losses in (
+        found.items() if distributed.is_main() else ()
+    ):
         print(name, *losses)

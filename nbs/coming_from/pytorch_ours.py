@@ -17,9 +17,9 @@ from learnerkit import (
     SaveModelCallback,
     SchedCos,
     accuracy,
+    distributed,
     linear_warmup,
     set_seed,
-    world,
 )
 from learnerkit.datasets import fashion_mnist_sample
 
@@ -91,5 +91,7 @@ def main():
 
 if __name__ == "__main__":
     found = main()
-    for name, losses in found.items() if world.is_main() else ():
+    for name, losses in (
+        found.items() if distributed.is_main() else ()
+    ):
         print(name, *losses)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from learnerkit import Callback, DataLoaders, Learner, world
+from learnerkit import Callback, DataLoaders, Learner, distributed
 
 
 class Begins(Callback):
@@ -37,7 +37,7 @@ def main(nproc=None):
         second = time.time()
         learn.fit(1)
         took = time.time() - second
-    if world.is_main():
+    if distributed.is_main():
         print(json.dumps({"start": start, "begun": begins.moment, "second": took}), flush=True)
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
-from learnerkit import DataLoaders, Learner, world
+from learnerkit import DataLoaders, Learner, distributed
 
 BATCH, STEPS, EPOCHS = 16, 500, 2  # enough steps for the start of a fit, some tens of ms, to weigh little
 LOSS = nn.CrossEntropyLoss()
@@ -31,7 +31,7 @@ def by_hand(dataset, group):
     wrapped = DistributedDataParallel(model, process_group=group)
     opt = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     images, labels = dataset.tensors
-    mine = slice(world.rank(), None, world.world_size())  # every rank takes its own of the row of batches
+    mine = slice(distributed.rank(), None, distributed.world_size())  # every rank takes its own of the row of batches
     for _ in range(EPOCHS):
         losses = []
         for x, y in list(zip(images.split(BATCH), labels.split(BATCH), strict=True))[mine]:
@@ -59,9 +59,9 @@ def without_fusing(dataset):
 
 def main(rounds, file):
     torch.set_num_threads(1)
-    world.join()
+    distributed.join()
     torch.manual_seed(0)
-    n = BATCH * STEPS * world.world_size()
+    n = BATCH * STEPS * distributed.world_size()
     dataset = TensorDataset(torch.randn(n, 784), torch.randint(40, (n,)))
     trained = {}
 
@@ -76,7 +76,7 @@ def main(rounds, file):
     found = take_turns(rounds, *(partial(timed, train) for train in (plain, by_learner, without_fusing)))
     for tensors in zip(*(model.parameters() for model in trained.values()), strict=True):
         assert all(torch.allclose(tensors[0], t, atol=1e-6) for t in tensors), "they did not do the same"
-    if world.is_main():
+    if distributed.is_main():
         Path(file).write_text(json.dumps(found))
 
 

@@ -17,7 +17,7 @@ from scaling_jobs import Net, multiply, sleep
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from learnerkit import DataLoaders, Learner, ScalingMonitor, world
+from learnerkit import DataLoaders, Learner, ScalingMonitor, distributed
 
 BATCH, STEPS = 8, 300  # enough steps for the start of a fit, some tens of ms, to weigh little
 
@@ -40,20 +40,20 @@ def products_in(seconds):
     multiply(20)
     start = time.perf_counter()
     multiply(100)
-    return world.broadcast(max(1, round(seconds / (time.perf_counter() - start) * 100)))
+    return distributed.broadcast(max(1, round(seconds / (time.perf_counter() - start) * 100)))
 
 
 def main(rounds, file):
     torch.set_num_threads(1)
-    world.join()
-    n = BATCH * STEPS * world.world_size()
+    distributed.join()
+    n = BATCH * STEPS * distributed.world_size()
     dataset = TensorDataset(torch.randn(n, 64), torch.randn(n, 1))
     # A third of the work is in the forward pass.
     found = {}
     for name, work, spend in (("asleep", 0.003, sleep), ("computing", products_in(0.003), multiply)):
         run = partial(train, dataset, work, spend)
         found[name] = take_turns(rounds, partial(run, False), partial(run, True), partial(run, False))
-    if world.is_main():
+    if distributed.is_main():
         Path(file).write_text(json.dumps(found))
 
 

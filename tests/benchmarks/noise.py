@@ -14,7 +14,7 @@ from run import take_turns
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from learnerkit import DataLoaders, GradientAccumulation, GradientNoiseScale, Learner, world
+from learnerkit import DataLoaders, GradientAccumulation, GradientNoiseScale, Learner, distributed
 
 BATCH, STEPS = 96, 60  # samples of a step on each rank; some 10 ms
 
@@ -37,17 +37,17 @@ def train(dataset, n_batches, norm, measures):
 def main(rounds, file):
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    n = BATCH * STEPS * world.world_size()
+    n = BATCH * STEPS * distributed.world_size()
     dataset = TensorDataset(torch.randn(n, 784), torch.randint(40, (n,)))
     # (batches of a step, steps between two that are measured): the defaults
     jobs = {"a batch in quarters": (1, 200), "a batch in quarters, BatchNorm": (1, 200), "accumulation": (2, 20)}
-    jobs = {"2 ranks": (1, 20)} if world.world_size() > 1 else jobs
+    jobs = {"2 ranks": (1, 20)} if distributed.world_size() > 1 else jobs
     found = {}
     for name, (n_batches, every) in jobs.items():
         run = partial(train, dataset, n_batches, "Norm" in name)
         times = take_turns(rounds, partial(run, False), partial(run, True))
         found[name] = [(plain, (measured - plain) / every) for plain, measured in times]
-    if world.is_main():
+    if distributed.is_main():
         Path(file).write_text(json.dumps(found))
 
 

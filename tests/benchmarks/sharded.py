@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.utils.data import TensorDataset
 
-from learnerkit import Callback, DataLoaders, Learner, world
+from learnerkit import Callback, DataLoaders, Learner, distributed
 from learnerkit.optim import parameters_of
 
 BATCH, STEPS, EPOCHS = 16, 250, 2
@@ -50,7 +50,7 @@ def by_hand(dataset, group):
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
     opt = OPTIMIZER(model.parameters(), lr=1e-3)
     images, labels = dataset.tensors
-    mine = slice(world.rank(), None, world.world_size())  # every rank takes its own of the row of batches
+    mine = slice(distributed.rank(), None, distributed.world_size())  # every rank takes its own of the row of batches
     for _ in range(EPOCHS):
         losses = []
         for x, y in list(zip(images.split(BATCH), labels.split(BATCH), strict=True))[mine]:
@@ -120,16 +120,16 @@ def live_parameters(model):
 
 def memory(dataset, shard):
     found = Memory()
-    short = TensorDataset(*(t[: 20 * BATCH * world.world_size()] for t in dataset.tensors))
+    short = TensorDataset(*(t[: 20 * BATCH * distributed.world_size()] for t in dataset.tensors))
     by_learner(short, shard, cbs=found)
     return found.bytes | {"most": found.most}
 
 
 def main(rounds, file):
     torch.set_num_threads(1)
-    world.join()
+    distributed.join()
     torch.manual_seed(0)
-    n = BATCH * STEPS * world.world_size()
+    n = BATCH * STEPS * distributed.world_size()
     dataset = TensorDataset(torch.randn(n, 784), torch.randint(40, (n,)))
     trained = {}
 
@@ -149,10 +149,10 @@ def main(rounds, file):
     found = {
         "times": found,
         "processor": list(zip(*(times[1:] for times in processor.values()), strict=True)),
-        "ddp": world.all_gather(memory(dataset, shard=False)),
-        "sharded": world.all_gather(memory(dataset, shard=True)),
+        "ddp": distributed.all_gather(memory(dataset, shard=False)),
+        "sharded": distributed.all_gather(memory(dataset, shard=True)),
     }
-    if world.is_main():
+    if distributed.is_main():
         Path(file).write_text(json.dumps(found))
 
 

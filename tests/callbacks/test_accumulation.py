@@ -17,7 +17,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from learnerkit import Callback, DataLoaders, GradientAccumulation, Learner, world
+from learnerkit import Callback, DataLoaders, GradientAccumulation, Learner
+from learnerkit.distributed import facts
 from learnerkit.events import (
     CancelBackwardException,
     CancelBatchException,
@@ -77,7 +78,7 @@ def test_a_models_own_loss_over_tokens_is_accumulated_by_what_it_counts():
 
 
 def test_a_loss_of_the_models_own_is_told_at_once(monkeypatch):
-    monkeypatch.setattr(world, "_warned", set())
+    monkeypatch.setattr(facts, "_warned", set())
     learn = Learner(padded(4), OwnLoss())
     with pytest.warns(UserWarning, match="the mean over the 10 of 20 targets that are not -100.*loss_weight="):
         learn.fit(2)
@@ -99,7 +100,7 @@ class Positives(nn.Module):
 
 
 def test_a_count_of_the_models_output_makes_the_steps_of_one_batch(monkeypatch):
-    monkeypatch.setattr(world, "_warned", set())
+    monkeypatch.setattr(facts, "_warned", set())
     x = torch.randn(32, 4, dtype=torch.float64)
 
     def train(bs, n, **kwargs):
@@ -122,7 +123,7 @@ def test_a_count_of_the_models_output_makes_the_steps_of_one_batch(monkeypatch):
 
 
 def test_targets_under_another_name_are_told(monkeypatch):
-    monkeypatch.setattr(world, "_warned", set())
+    monkeypatch.setattr(facts, "_warned", set())
     words = [{"ids": torch.randint(9, (4, 5)), "answers": torch.randint(9, (4, 5))} for _ in range(2)]
 
     class Words(nn.Module):

@@ -21,8 +21,8 @@ from learnerkit import (
     Recorder,
     accuracy,
     set_seed,
-    world,
 )
+from learnerkit.distributed import seeds
 
 
 def make_images(n=8, seed=0):
@@ -96,7 +96,7 @@ def test_samples_and_losses_are_mixed_as_torchvision_mixes_labels(kind, loss):
     image_learner(mix, seen, kept, Penalty(), note, loss=loss).fit(1)
     images = getattr(v2, kind.__name__)(alpha=1.0, num_classes=3)
     for seed, x, (mixed, pred, y, recorded, differentiated) in zip(streams, seen.before, kept.batches, strict=False):
-        with world.own_stream(seed, torch.device("cpu")):
+        with seeds.own_stream(seed, torch.device("cpu")):
             wanted, soft = images(x, y)
         assert torch.equal(mixed, wanted)
         assert not torch.equal(mixed, x)

@@ -39,9 +39,9 @@ from learnerkit import (
     SaveModelCallback,
     SchedCos,
     ValidateEvery,
+    distributed,
     minimum,
     set_seed,
-    world,
 )
 from learnerkit.callbacks.averaging import _Statistics
 
@@ -472,11 +472,11 @@ class Seen(Callback):
 
 def fit(*cbs, model=None, epochs=3):
     learn, seen = learner(*cbs, Saves(), model=model, data=dls(shuffle=True)), Seen()
-    learn.path = Path(str(world.world_size()))
+    learn.path = Path(str(distributed.world_size()))
     learn.add_cb(seen)
     with learn.distrib_ctx(split_batches=True, sync_bn=False), learn.no_logging():
         learn.fit(epochs, 0.05)
-    files = sorted(learn.path.glob("models/*")) if world.is_main() else []
+    files = sorted(learn.path.glob("models/*")) if distributed.is_main() else []
     return {
         "seen": seen.found, "end": weights(learn.model), "values": learn.recorder.values, "n": cbs[0].n_averaged,
         "saved": [torch.load(file, weights_only=True) for file in files],
@@ -506,8 +506,8 @@ class Teacher(EMA):
 
 def taught():
     """With a teacher that is another one on each rank, until they begin."""
-    torch.manual_seed(world.rank())
-    target = make_model(seed=world.rank()).double()
+    torch.manual_seed(distributed.rank())
+    target = make_model(seed=distributed.rank()).double()
     found = fit(Teacher(target), EMA(0.9, every=3), model=make_model().double())
     return found | {"target": weights(target)}
 

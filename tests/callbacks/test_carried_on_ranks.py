@@ -9,12 +9,20 @@ from resume_jobs import Killed, _KillBefore
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from learnerkit import Callback, CarriedState, CheckpointCallback, DataLoaders, GradientAccumulation, Learner, world
+from learnerkit import (
+    Callback,
+    CarriedState,
+    CheckpointCallback,
+    DataLoaders,
+    GradientAccumulation,
+    Learner,
+    distributed,
+)
 from learnerkit.data.cuts import join_rows
 
 pytestmark = pytest.mark.ranks(2, soak=[3])
 
-RANK, N = world.rank(), world.world_size()
+RANK, N = distributed.rank(), distributed.world_size()
 ROWS, SIZE = 7, 5
 
 
@@ -94,7 +102,7 @@ def test_states_are_divided_anew(of_one):
         carried = cb.learn.hidden
         if cb.training and cb.iter == 3:
             before = carried.state_dict()["own"]["state"]
-            ranks = world.all_gather({"state": before})
+            ranks = distributed.all_gather({"state": before})
             if of_one:
                 ranks = [{"state": join_rows([rank["state"] for rank in ranks], 1)}]
             carried.load_state_dict({"ranks": ranks})
@@ -121,7 +129,7 @@ def test_each_rank_may_carry_the_state_of_its_own_data():
     learn = learner(stream, cbs=[Callback(before_step=lambda cb: seen.append(cb.learn.hidden._state[0].clone()))])
     learn.dls.loaders[1] = None
     fit(learn, 1, sharded=True)
-    everyone = world.all_gather(seen)
+    everyone = distributed.all_gather(seen)
     assert all(len(states) == 5 for states in everyone)
     assert not everyone[0][-1].equal(everyone[1][-1])
 
@@ -133,6 +141,6 @@ def test_a_rank_without_rows_takes_part():
 
 
 def test_rows_that_change_are_refused():
-    refused = ValueError, world.PeerError  # a rank whose rows are none, before and after, is told of it
+    refused = ValueError, distributed.PeerError  # a rank whose rows are none, before and after, is told of it
     with pytest.raises(refused, match=r"the state that is carried has \d rows, and the batch"):
         fit(learner([*batches(2), *batches(1, 2)]), split_batches=True)

@@ -8,7 +8,7 @@ from helpers import mostly_slow
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from learnerkit import Callback, DataLoaders, GradientAccumulation, Learner, world
+from learnerkit import Callback, DataLoaders, GradientAccumulation, Learner, distributed
 from learnerkit.callbacks.debugging import OverfitBatch, ShortEpochCallback
 from learnerkit.metrics import AccumMetric
 
@@ -121,6 +121,6 @@ def test_ranks_keep_their_shares_of_the_batch():
     trained([OverfitBatch(), note], alone=False)
     assert all(torch.equal(x, seen[0]) for x in seen)
     assert len(seen) == 14
-    a, b = world.all_gather([x.tolist() for x in seen])
+    a, b = distributed.all_gather([x.tolist() for x in seen])
     assert len(a[0]) + len(b[0]) == 7
     assert a[0] != b[0]

@@ -41,8 +41,8 @@ from learnerkit import (
     ParallelCallback,
     SaveModelCallback,
     mae,
-    world,
 )
+from learnerkit.distributed import facts
 
 pytestmark = pytest.mark.filterwarnings("ignore:mixed precision with float16 is some 30 times slower on a CPU")
 
@@ -295,7 +295,7 @@ def test_what_only_tries_something_out_leaves_the_scale_alone():
 
 @pytest.mark.filterwarnings("error")
 def test_float16_on_a_cpu_says_what_is_faster(monkeypatch):
-    monkeypatch.setattr(world, "_warned", set())
+    monkeypatch.setattr(facts, "_warned", set())
     with pytest.warns(UserWarning, match=r"30 times slower on a CPU.*use bf16 there \(learn.to_bf16\(\)"):
         make_learner().to_fp16().fit(1)
     make_learner().to_fp16().fit(1)  # once a process

@@ -18,7 +18,7 @@ from learnerkit import (
     GradientClip,
     Learner,
     MixedPrecision,
-    world,
+    distributed,
 )
 from learnerkit.utils import unwrap
 
@@ -73,7 +73,7 @@ def make_learner(cbs=(), n=30, kind=torch.float32):
 def weights(learn):
     """The weights, which are the same on all ranks."""
     found = torch.cat([p.detach().reshape(-1) for p in learn.model.parameters()])
-    assert all(torch.equal(found, other) for other in world.all_gather(found)), "ranks have parted"
+    assert all(torch.equal(found, other) for other in distributed.all_gather(found)), "ranks have parted"
     assert all(p.grad is None for p in learn.model.parameters())
     assert not torch.is_autocast_enabled("cpu")
     return found
@@ -130,7 +130,7 @@ def test_half_precision_trains_as_on_one_process(mode, n):
 
 def spoil(cb):
     """Give the second batch an infinite gradient, on rank 1 alone."""
-    if cb.train_iter == 1 and world.rank() == 1:
+    if cb.train_iter == 1 and distributed.rank() == 1:
         cb.learn.loss_grad = cb.loss_grad * torch.inf
 
 
@@ -138,7 +138,7 @@ def spoil(cb):
 def test_ranks_skip_an_overflowing_step_alike(n_batches):
     cbs = [MixedPrecision(init_scale=256.0), Callback(before_backward=spoil), note := Norms()]
     learn, _ = trained([*cbs, GradientAccumulation(n_batches=n_batches)])
-    everyone = world.all_gather((note.scales, note.skipped, learn.mixed_precision.skipped))
+    everyone = distributed.all_gather((note.scales, note.skipped, learn.mixed_precision.skipped))
     assert everyone[0] == everyone[1], everyone
     assert set(note.scales) == {256.0, 128.0}
     assert (len(note.skipped), learn.mixed_precision.skipped) == (1, 1)
@@ -153,12 +153,12 @@ def test_a_rank_that_leaves_its_batch_or_step_keeps_its_scale(event, overflow):
     note = Norms()
 
     def leave_it(cb):
-        if cb.training and cb.train_iter < 2 and world.rank() == 0:
+        if cb.training and cb.train_iter < 2 and distributed.rank() == 0:
             raise CancelStepException if event == "before_step" else CancelBatchException
 
     cbs = [MixedPrecision(init_scale=256.0, growth_interval=5), note, Callback(**{event: leave_it})]
     learn, _ = trained([*cbs, *([Callback(before_backward=spoil)] if overflow else [])])
-    everyone = world.all_gather((note.scales, learn.mixed_precision.skipped))
+    everyone = distributed.all_gather((note.scales, learn.mixed_precision.skipped))
     assert everyone[0] == everyone[1], everyone
     assert learn.mixed_precision.skipped == overflow
 

@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from learnerkit import Callback, CancelBatchException, DataLoaders, MCDropout, load_learner, set_seed, world
+from learnerkit import Callback, CancelBatchException, DataLoaders, MCDropout, load_learner, set_seed
+from learnerkit.distributed import seeds
 
 
 def classifier(loss=None, **kwargs):
@@ -246,7 +247,7 @@ def streams():
 
 def test_in_a_fit_all_random_streams_are_given_back(monkeypatch):
     kept = []
-    monkeypatch.setattr(world, "device_streams_kept", lambda device: kept.append(device) or nullcontext())
+    monkeypatch.setattr(seeds, "device_streams_kept", lambda device: kept.append(device) or nullcontext())
 
     def evaluate(cb):
         before = streams()

@@ -6,7 +6,7 @@ from helpers import make_data, make_learner, make_model
 from torch import nn
 from torch.utils.data import DataLoader
 
-from learnerkit import Callback, DataLoaders, Learner, world
+from learnerkit import Callback, DataLoaders, Learner, distributed
 from learnerkit.data.batches import map_batch
 
 N = 7
@@ -69,14 +69,14 @@ class Asks(Callback):
         self.found = []
 
     def ask(self):
-        if self.task == "fit" and world.rank() == self.train_iter % world.world_size():
+        if self.task == "fit" and distributed.rank() == self.train_iter % distributed.world_size():
             self.found.append(self.learn.predict(make_data().tensors[0][0]).pred)
 
     def after_step(self):
         self.ask()
 
     def before_validate(self):
-        if self.task == "fit" and world.is_main():
+        if self.task == "fit" and distributed.is_main():
             self.found.append(self.learn.predict(make_data().tensors[0][0]).pred)
 
     def after_pred(self):
@@ -93,7 +93,7 @@ def test_one_rank_may_predict_alone_in_a_fit_and_outside():
         learn = make_learner(DataLoaders.from_datasets(make_data(12), make_data(5), bs=3, device="cpu"), model)
         with learn.distrib_ctx():
             learn.fit(2, cbs=cb)
-            if world.is_main():
+            if distributed.is_main():
                 learn.predict(make_data().tensors[0][0])
             learn.validate()
         models.append(learn.model.state_dict())

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import TensorDataset
 
-from learnerkit import ActivationCheckpointing, Callback, DataLoaders, GradientAccumulation, Learner, world
+from learnerkit import ActivationCheckpointing, Callback, DataLoaders, GradientAccumulation, Learner, distributed
 from learnerkit.large.units import units
 
 pytestmark = pytest.mark.ranks(slow=[2], soak=[3])
@@ -47,7 +47,7 @@ def make_model(dropout=0.2, n=3):
 
 def trained(*cbs, n=30, **kwargs):
     """A learner after a fit, its weights and buffers, and how gradients were averaged."""
-    torch.manual_seed(5 + world.rank())
+    torch.manual_seed(5 + distributed.rank())
     x = torch.randn(n, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     data = TensorDataset(x, x.sum(1, keepdim=True).sin())
     dls = DataLoaders.from_datasets(data, data, bs=8, shuffle=False, device="cpu")
@@ -88,7 +88,7 @@ def test_a_sharded_model_computes_its_units_again_inside_of_them(reshard):
             fully_shard(unit, reshard_after_forward=reshard)
         fully_shard(model)
         opt = torch.optim.SGD(model.parameters(), 0.05)
-        torch.manual_seed(5 + world.rank())
+        torch.manual_seed(5 + distributed.rank())
         calls = 0
         with nullcontext() if cb is None else cb.recomputed(model):
             for _ in range(3):

@@ -20,12 +20,12 @@ from learnerkit import (
     GradientClip,
     Learner,
     SplitBatch,
-    world,
+    distributed,
 )
 
 pytestmark = pytest.mark.ranks(2, slow=[3])  # what is slow on two is for `-m soak` on three
 
-RANK, N = world.rank(), world.world_size()
+RANK, N = distributed.rank(), distributed.world_size()
 ROWS = 12
 
 
@@ -74,7 +74,7 @@ def test_all_ranks_take_the_parts_that_one_of_them_needs(which, where, rows):
     limit = on(which, rows, where)
     split = fitted(limit, [SplitBatch()])
     assert bool(limit.failures) == (which in (-1, RANK))
-    found = world.all_gather(split.split_batch.parts)
+    found = distributed.all_gather(split.split_batch.parts)
     assert len({*found}) == 1
     assert found[0] > 1
     assert far(fitted(together=False), split) < 1e-9
@@ -134,7 +134,7 @@ def test_a_larger_batch_late_in_an_epoch_is_cut_on_its_rank_and_all_agree_in_the
         split = fitted(limit, [Grows(), SplitBatch()], model=Sums)
         assert bool(limit.failures) == (RANK == 1)
         assert far(whole, split) < 1e-9
-        assert len({*world.all_gather(split.split_batch.parts)}) == 1
+        assert len({*distributed.all_gather(split.split_batch.parts)}) == 1
 
 
 class Penalty(Callback):
@@ -177,7 +177,7 @@ def test_a_loss_over_tokens_and_evaluation_in_parts():
 
 def test_a_rank_that_cannot_hold_one_sample_ends_all_in_seconds():
     start = time.monotonic()
-    with pytest.raises((torch.OutOfMemoryError, world.PeerError)) as caught:
+    with pytest.raises((torch.OutOfMemoryError, distributed.PeerError)) as caught:
         fitted(on(1, 0), [SplitBatch()])
     assert time.monotonic() - start < 30
     assert f"one sample alone does not fit: {FAILURE}" in str(caught.value)

@@ -23,12 +23,12 @@ from learnerkit import (
     MixedPrecision,
     MixUp,
     SplitBatch,
-    world,
+    distributed,
 )
 
 pytestmark = pytest.mark.ranks(2, slow=[3])
 
-RANK = world.rank()
+RANK = distributed.rank()
 
 
 class Block(nn.Module):
@@ -97,7 +97,7 @@ def test_a_rank_that_runs_out_of_memory_in_a_pass_leaves_no_rank_waiting(which, 
     limit = on(which, 2, where)
     split = fitted(limit, [SplitBatch()])
     assert bool(limit.failures) == (which in (-1, RANK))
-    found = world.all_gather(split.split_batch.parts)
+    found = distributed.all_gather(split.split_batch.parts)
     assert len({*found}) == 1
     assert found[0] > 1
     assert far(fitted(together=False), split) < 1e-9
@@ -143,7 +143,7 @@ def test_a_job_in_parts_equals_one_process(job, where):
     cbs, options, parts = given.pop("cbs", []), given.pop("options", None), given.pop("parts", None)
     limit = None if parts else on(1, 2, where)
     split = fitted(limit, [*(cb() for cb in cbs), SplitBatch(parts=parts)], options=options, **given)
-    assert limit is None or world.reduce(limit.failures) > 0
+    assert limit is None or distributed.reduce(limit.failures) > 0
     assert far(fitted(cbs=[cb() for cb in cbs], together=False, **given), split) < 1e-9
 
 
@@ -151,7 +151,7 @@ def test_samples_are_mixed_and_precision_is_lowered_as_without_parts():
     for cbs in ([MixUp], [lambda: MixedPrecision("bf16")]):
         limit = on(0, 3)
         split = fitted(limit, [*(cb() for cb in cbs), SplitBatch()])
-        assert world.reduce(limit.failures) > 0
+        assert distributed.reduce(limit.failures) > 0
         assert far(fitted(cbs=[cb() for cb in cbs]), split) < (1e-9 if cbs == [MixUp] else 5e-2)
 
 
@@ -180,14 +180,14 @@ def test_a_cancel_on_one_rank_leaves_no_rank_waiting():
 def test_evaluation_is_cut_on_the_rank_that_needs_it():
     limit = on(1, 3, "without gradients", trains=False)
     split = fitted(limit, [SplitBatch()])
-    assert world.reduce(limit.failures) > 0
+    assert distributed.reduce(limit.failures) > 0
     assert far(fitted(together=False), split) < 1e-9
 
 
 def test_a_rank_that_cannot_hold_one_sample_ends_all_in_seconds():
     start = time.monotonic()
     limit = on(1, 0)
-    with pytest.raises((torch.OutOfMemoryError, world.PeerError)) as caught:
+    with pytest.raises((torch.OutOfMemoryError, distributed.PeerError)) as caught:
         fitted(limit, [SplitBatch()])
     assert time.monotonic() - start < 30
     assert FAILURE in str(caught.value)
@@ -196,7 +196,7 @@ def test_a_rank_that_cannot_hold_one_sample_ends_all_in_seconds():
 def test_what_would_lose_gradients_is_an_error():
     limit = on(1, 2, begins=5)
     cbs = [GradientAccumulation(n_batches=4), SplitBatch()]
-    with pytest.raises((torch.OutOfMemoryError, world.PeerError), match="sync=False"):
+    with pytest.raises((torch.OutOfMemoryError, distributed.PeerError), match="sync=False"):
         fitted(limit, cbs, options={"sync": False})
 
 

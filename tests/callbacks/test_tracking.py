@@ -12,7 +12,16 @@ from helpers import Wrapped, make_classes, make_data, make_dls, make_learner, ma
 from torch import nn
 from torch.utils.data import DataLoader
 
-from learnerkit import Callback, DataLoaders, GradientAccumulation, ParamScheduler, Recorder, combined_cos, mae, world
+from learnerkit import (
+    Callback,
+    DataLoaders,
+    GradientAccumulation,
+    ParamScheduler,
+    Recorder,
+    combined_cos,
+    distributed,
+    mae,
+)
 from learnerkit.callbacks import tracking
 from learnerkit.callbacks.tracking import (
     EarlyStoppingCallback,
@@ -340,7 +349,7 @@ def test_it_says_so_on_rank_0_in_one_line(capsys, monkeypatch):
     assert capsys.readouterr().out == (
         "epoch 1: no better score than 0.5 (by more than min_delta=0.25) in 1 row: stopping\n"
     )
-    monkeypatch.setattr(world, "is_main", lambda: False)
+    monkeypatch.setattr(distributed, "is_main", lambda: False)
     follow(EarlyStoppingCallback("score"), [0.5, 0.25, 1])
     assert capsys.readouterr().out == ""
 

@@ -9,7 +9,7 @@ from rank_pool import Results
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from learnerkit import Callback, DataLoaders, Learner, set_seed, world
+from learnerkit import Callback, DataLoaders, Learner, distributed, set_seed
 from learnerkit.callbacks.tracking import (
     EarlyStoppingCallback,
     ReduceLROnPlateau,
@@ -30,7 +30,7 @@ def make_learner() -> Learner:
     set_seed(1)
     model = nn.Sequential(nn.Linear(5, 32), nn.Tanh(), nn.Linear(32, 1)).double()
     dls = DataLoaders.from_datasets(make_data(23, 0), make_data(11, 1), bs=4, valid_bs=4, device="cpu")
-    return Learner(dls, model, nn.MSELoss(), opt_func=torch.optim.SGD, path=str(world.world_size()))
+    return Learner(dls, model, nn.MSELoss(), opt_func=torch.optim.SGD, path=str(distributed.world_size()))
 
 
 class Facts(Callback):
@@ -53,7 +53,7 @@ class Share(Callback):
     logs = ("share",)
 
     def before_backward(self):
-        others = world.rank() - (world.world_size() - 1) / 2
+        others = distributed.rank() - (distributed.world_size() - 1) / 2
         self.learn.log_metric("share", (1.0, 3.0, 2.0, 4.0, 3.0, 0.0)[self.epoch] + others * 5 * (-1) ** self.epoch)
 
 
@@ -77,7 +77,7 @@ class Spoil(Callback):
     run_valid = False
 
     def after_loss(self):
-        if (self.epoch, self.iter) == (1, 2) and world.rank() == world.world_size() - 1:
+        if (self.epoch, self.iter) == (1, 2) and distributed.rank() == distributed.world_size() - 1:
             self.learn.loss = self.loss * float("nan")
             self.learn.loss_grad = self.loss_grad * float("nan")
 
@@ -97,8 +97,8 @@ def fit(epochs: int, *cbs: Callback) -> dict:
 def elsewhere() -> dict:
     """The best model, where each rank has a file system of its own, the last one with a stale file."""
     learn, save = make_learner(), SaveModelCallback(with_opt=True)
-    learn.path = Path(f"machine-{world.rank()}").absolute()
-    if world.rank() == world.world_size() - 1 > 0:
+    learn.path = Path(f"machine-{distributed.rank()}").absolute()
+    if distributed.rank() == distributed.world_size() - 1 > 0:
         (learn.path / "models").mkdir(parents=True)
         torch.save(make_learner().model.state_dict(), learn.path / "models" / "model.pth")
     with learn.distrib_ctx(split_batches=True), learn.no_logging():
@@ -195,7 +195,7 @@ class Told(list):
 @pytest.mark.parametrize("terminates", [False, True])
 def test_rank_0_tells_of_a_global_loss_that_is_no_number(terminates):
     def spoil(cb):
-        if cb.training and world.rank() == 1 and (cb.epoch, cb.iter) == (0, 1):
+        if cb.training and distributed.rank() == 1 and (cb.epoch, cb.iter) == (0, 1):
             cb.learn.loss = cb.learn.loss * float("nan")
 
     learn = make_learner()
@@ -204,4 +204,4 @@ def test_rank_0_tells_of_a_global_loss_that_is_no_number(terminates):
     with learn.distrib_ctx(), learn.no_bar():
         learn.fit(2)
     expected = "rank 1 is nan: stopping" if terminates else "the training loss of step 1 is nan, the first"
-    assert [expected in text for text in told if "loss" in text] == [True] * world.is_main()
+    assert [expected in text for text in told if "loss" in text] == [True] * distributed.is_main()

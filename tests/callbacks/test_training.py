@@ -22,9 +22,9 @@ from learnerkit import (
     ValidateEvery,
     accuracy,
     mae,
-    world,
 )
 from learnerkit.callbacks.recorder import format_row
+from learnerkit.distributed import facts
 
 
 class Stream(IterableDataset):
@@ -391,7 +391,7 @@ def test_a_model_that_comes_in_eval_mode_is_trained_as_a_whole():
 
 
 def test_dropout_in_a_part_that_is_trained_in_eval_mode_is_told(monkeypatch):
-    monkeypatch.setattr(world, "_warned", set())
+    monkeypatch.setattr(facts, "_warned", set())
 
     def part(frozen=False, p=0.5, in_eval=True):
         body = nn.Sequential(nn.Linear(4, 6), nn.Sequential(nn.Dropout(p))).requires_grad_(not frozen)

@@ -7,7 +7,7 @@ import pytest
 from helpers import make_data, make_learner, make_model, weights
 from resume_jobs import Carries, different
 
-from learnerkit import EMA, Callback, CheckpointCallback, DataLoaders, set_seed, world
+from learnerkit import EMA, Callback, CheckpointCallback, DataLoaders, distributed, set_seed
 
 pytestmark = pytest.mark.ranks(2, soak=[3])
 
@@ -24,11 +24,11 @@ def fit(folder, dls, *cbs, **distributed):
 
 def only(folder, name, other):
     """Another folder with one checkpoint of a run; every rank must reach this."""
-    world.barrier()
-    if world.is_main():
+    distributed.barrier()
+    if distributed.is_main():
         [found] = folder.glob(name)
         shutil.copytree(found, other / found.name)
-    world.barrier()
+    distributed.barrier()
     return other
 
 
@@ -50,7 +50,7 @@ def test_what_each_rank_has_of_its_own_comes_back(tmp_path):
     whole = fit(tmp_path / "whole", dls, Carries(), Sums())
     again = fit(only(tmp_path / "whole", "fit0-epoch1-step4", tmp_path / "again"), dls, Carries(), Sums())
     assert again.sums.total == whole.sums.total
-    assert len({*world.all_gather(again.sums.total)}) == world.world_size()
+    assert len({*distributed.all_gather(again.sums.total)}) == distributed.world_size()
     assert again.train_iter == whole.train_iter
     assert different(weights(whole.model), weights(again.model)) == []
 
@@ -59,10 +59,10 @@ def test_a_module_that_follows_the_model_comes_back(tmp_path):
     dls = lambda: DataLoaders.from_datasets(make_data(24), bs=4, device="cpu")  # noqa: E731
     found = []
     for folder in (tmp_path / "whole", tmp_path / "again"):
-        follows = EMA(0.5, every=2, start=1, module=make_model(seed=10 * len(found) + world.rank()))
+        follows = EMA(0.5, every=2, start=1, module=make_model(seed=10 * len(found) + distributed.rank()))
         if found:
             only(tmp_path / "whole", "fit0-epoch1-step4", folder)
         fit(folder, dls, follows)
         found.append(weights(follows.module))
     assert different(*found) == []
-    assert all(different(found[0], other) == [] for other in world.all_gather(found[0]))
+    assert all(different(found[0], other) == [] for other in distributed.all_gather(found[0]))

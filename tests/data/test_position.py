@@ -24,17 +24,9 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from learnerkit import (
-    Callback,
-    CancelFitException,
-    DataLoaders,
-    Learner,
-    OverfitBatch,
-    ShortEpochCallback,
-    set_seed,
-    world,
-)
+from learnerkit import Callback, CancelFitException, DataLoaders, Learner, OverfitBatch, ShortEpochCallback, set_seed
 from learnerkit.checkpoints import storage
+from learnerkit.distributed import seeds
 
 N = 22
 
@@ -149,7 +141,7 @@ class Log(Callback):
         learn = self.learn
         if place == self.stop:
             states = [cb.state_dict() for cb in learn.cbs if isinstance(cb, OverfitBatch)]
-            self.state = learn._position.state_dict(), world.seed_states(), (learn.train_iter, learn.pct_train), states
+            self.state = learn._position.state_dict(), seeds.seed_states(), (learn.train_iter, learn.pct_train), states
             self.state = through_a_file(self.state)
             self.own = through_a_file(learn._position.own_state_dict())
             self.count = len(self.seen)
@@ -194,7 +186,7 @@ class Resume(Callback):
         self.waits = False
 
     def _restore(self):
-        world.set_seed_states(self.seeds)
+        seeds.set_seed_states(self.seeds)
         self.learn.train_iter, self.learn.pct_train = self.counters
         for cb, state in zip([cb for cb in self.learn.cbs if isinstance(cb, OverfitBatch)], self.states, strict=True):
             cb.load_state_dict(state)

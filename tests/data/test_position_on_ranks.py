@@ -10,12 +10,12 @@ from helpers import mostly_slow
 from torch import nn
 from torch.utils.data import DataLoader
 
-from learnerkit import DataLoaders, Learner, set_seed, world
+from learnerkit import DataLoaders, Learner, distributed, set_seed
 
 pytestmark = pytest.mark.ranks(2, soak=[3])
 
-RANKS = world.world_size()
-LAST = world.rank() == RANKS - 1
+RANKS = distributed.world_size()
+LAST = distributed.rank() == RANKS - 1
 EPOCHS = 2
 
 
@@ -43,7 +43,7 @@ def fit(made, log, state=None, own=None, distributed=None):
 def samples(log, epoch):
     """The numbers of the samples that training has read in an epoch, on all ranks, in order."""
     mine = [[int(x[0]) for x in seen[4]] for seen in log.seen if seen[0] and seen[1] == epoch]
-    return [i for step in zip(*world.all_gather(mine), strict=True) for batch in step for i in batch]
+    return [i for step in zip(*distributed.all_gather(mine), strict=True) for batch in step for i in batch]
 
 
 def alone(log, epoch):
@@ -66,9 +66,9 @@ def test_t8_ranks_go_on_as_they_are_and_in_another_number(sampler, workers, spli
     quick = (sampler, workers, split) in QUICK
     for epoch, steps in [(1, 2)] if quick else [(0, 1), (1, 2), (1, "trained"), (0, "ended")]:
         stopped = fit(made, Log((epoch, steps)), distributed=how)
-        of_rank0 = world.broadcast(stopped.state)
+        of_rank0 = distributed.broadcast(stopped.state)
         state = of_rank0[0], *stopped.state[1:]  # the random states are this rank's own
-        assert world.same_everywhere(
+        assert distributed.same_everywhere(
             repr(sorted((k, v) for k, v in stopped.state[0].items() if k in "batches samples"))
         )
         again = fit(made, Log(), state, distributed=how)
@@ -205,13 +205,13 @@ class Part(Remembering):
 
     def __init__(self):
         super().__init__(empties=False)
-        self.n = 20 + 4 * world.rank()
-        self.random.seed(world.rank())
+        self.n = 20 + 4 * distributed.rank()
+        self.random.seed(distributed.rank())
 
 
 class Numbered(Stream):
     def __init__(self):
-        self.n = 20 + world.rank()
+        self.n = 20 + distributed.rank()
 
 
 @pytest.mark.slow
@@ -236,12 +236,14 @@ def test_parts_of_ranks_go_on_each_by_its_own_state(uneven):
 
 def test_augmentation_differs_by_rank_unless_it_is_reproducible():
     made = lambda: make_dls("shuffled", "workers", valid=False)  # noqa: E731
-    drawn = {x[1] for mine in world.all_gather(fit(made, Log(), distributed={}).seen) for seen in mine for x in seen[4]}
+    drawn = {
+        x[1] for mine in distributed.all_gather(fit(made, Log(), distributed={}).seen) for seen in mine for x in seen[4]
+    }
     assert len(drawn) == 2 * N  # of two epochs: no random number comes twice
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         one = {tuple(x) for seen in fit(made, Log()).seen for x in seen[4]}
-        ranks = world.all_gather(fit(made, Log(), distributed={"split_batches": True}).seen)
+        ranks = distributed.all_gather(fit(made, Log(), distributed={"split_batches": True}).seen)
     finally:
         torch.use_deterministic_algorithms(False)
     assert {tuple(x) for mine in ranks for seen in mine for x in seen[4]} == one

@@ -10,8 +10,9 @@ import torch
 from data.test_position import Noisy, Shuffled, Stream, fit
 from torch.utils.data import DataLoader, Dataset, Subset, get_worker_info
 
-from learnerkit import Callback, DataLoaders, Learner, set_seed, world
+from learnerkit import Callback, DataLoaders, Learner, set_seed
 from learnerkit.data.stream import PerSample, SampleStream, Seeded
+from learnerkit.distributed import seeds
 
 
 class Seen(Callback):
@@ -48,13 +49,13 @@ def reproducible():
 
 
 def test_what_arrives_is_a_plain_item_and_seeds_all_three_generators():
-    states = world.seed_states()
+    states = seeds.seed_states()
     found = []
     for _ in range(2):
         assert pickle.loads(pickle.dumps(Seeded(7, [3, 1]))) == [3, 1]
         found.append((torch.rand(()).item(), random.random(), np.random.rand()))
     assert found[0] == found[1]
-    world.set_seed_states(states)
+    seeds.set_seed_states(states)
     Seeded(7, [3, 1])
     assert torch.equal(torch.get_rng_state(), states[0])
 
@@ -174,7 +175,7 @@ def test_reproducible_augmentation_depends_on_seed_epoch_and_sample_alone():
 @pytest.mark.usefixtures("reproducible")
 def test_reproducible_fetching_leaves_the_generators_of_the_process_alone():
     data = PerSample(Noisy())
-    before = world.seed_states()
+    before = seeds.seed_states()
     first = data.__getitems__(Seeded(3, [2, 5, 2], True))
     assert torch.equal(torch.get_rng_state(), before[0])
     assert random.getstate() == before[1]

@@ -9,7 +9,7 @@ from text_jobs import Bag, make_data
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from learnerkit import Callback, CheckpointCallback, DataLoaders, Learner, set_seed, text_learner, world
+from learnerkit import Callback, CheckpointCallback, DataLoaders, Learner, distributed, set_seed, text_learner
 
 
 class Rows(Callback):
@@ -70,7 +70,7 @@ def test_ranks_draw_the_samples_of_one_process_and_come_to_its_numbers(name):
     set_seed(4)
     with alone.no_logging(), alone.no_bar():
         alone.fit(2)
-    read = [sum(step, []) for step in zip(*world.all_gather(together.reads.steps), strict=True)]
+    read = [sum(step, []) for step in zip(*distributed.all_gather(together.reads.steps), strict=True)]
     assert read == alone.reads.steps
     first, second = read[: len(read) // 2], read[len(read) // 2 :]
     assert list(map(len, first)) != [0] * len(first)

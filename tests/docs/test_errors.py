@@ -39,7 +39,7 @@ PASSED_ON = {  # places where a text of elsewhere is passed on, which is collect
     "learnerkit/sweep/config.py": 3,  # refuse, and errors with the entry before them
     "learnerkit/sweep/study.py": 1,  # the same of a search's own file
     "learnerkit/utils.py": 2,  # warn and add_note_once
-    "learnerkit/world.py": 1,  # warn_once
+    "learnerkit/distributed/facts.py": 1,  # warn_once
 }
 
 
@@ -150,8 +150,8 @@ def test_a_message_is_found_without_its_end_or_with_broken_lines_and_other_queri
         "and 0.1 on rank 1; 1 of 12 entries differ. Ranks drift apart when something changes state on one rank alone"
     )
     whole = (
-        f"{text}, such as a callback or code under `if world.is_main()`: do it on every rank, or give all ranks rank "
-        "0's value with world.broadcast (errors.html#drift)"
+        f"{text}, such as a callback or code under `if distributed.is_main()`: do it on every rank, or give all ranks "
+        "rank 0's value with distributed.broadcast (errors.html#drift)"
     )
     broken = "\n".join(whole[i : i + 37] for i in range(0, len(whole), 37))
     shown = search(text, broken, "distributed training on several gpus", "accuracy", "")

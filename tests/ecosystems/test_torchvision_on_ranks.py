@@ -10,7 +10,8 @@ from rank_pool import Results
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from learnerkit import AccumMetric, DataLoaders, Learner, SaveModelCallback, set_seed, world
+from learnerkit import AccumMetric, DataLoaders, Learner, SaveModelCallback, set_seed
+from learnerkit.distributed import facts
 
 CLASSES, SIZE = 3, 32
 
@@ -182,7 +183,7 @@ def make_faster_rcnn():
 
 
 def train_detector(name):
-    world._warned.clear()
+    facts._warned.clear()
     set_seed(1)
     model = {"retinanet": make_model, "faster_rcnn": make_faster_rcnn}.get(name, make_fcos)()
 

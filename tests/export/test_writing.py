@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from learnerkit import Callback, CheckpointError, DataLoaders, MixedPrecision, load_learner, world
+from learnerkit import Callback, CheckpointError, DataLoaders, MixedPrecision, distributed, load_learner
 
 
 class Pair(nn.Module):
@@ -324,8 +324,8 @@ def export_on_ranks(fname):
             path = learn.export("both")
             other = load_learner(path, lambda: make_model(dropout=0.5), device="cpu")
             assert same_weights(other.model, learn.model)
-            learn.path = Path(f"of rank {world.rank()}")
-            assert learn.export("own").exists() == world.is_main()
+            learn.path = Path(f"of rank {distributed.rank()}")
+            assert learn.export("own").exists() == distributed.is_main()
         models.append(learn.model)
     assert same_weights(*models)
     assert sorted(each.name for each in path.parent.iterdir()) == [fname, "both.safetensors"]

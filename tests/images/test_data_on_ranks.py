@@ -11,7 +11,7 @@ from PIL import Image
 from rank_pool import Results
 from torch import nn
 
-from learnerkit import ImageData, Learner, accuracy, mae, set_seed, world
+from learnerkit import ImageData, Learner, accuracy, distributed, mae, set_seed
 from learnerkit.datasets import drawn_shapes
 from learnerkit.vision.classifier import Scaled
 
@@ -31,9 +31,9 @@ class InDouble(nn.Module):
 
 def train(name):
     augmented = name == "augmented"
-    if world.is_main():
+    if distributed.is_main():
         write_pictures()
-    world.barrier()
+    distributed.barrier()
     set_seed(1)
     data = ImageData.from_folder("pictures", 0.3, size=6, channels=1)
     dls = data.dataloaders(8, augment=augmented, num_workers=0 if augmented else 1, device="cpu")

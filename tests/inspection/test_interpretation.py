@@ -121,13 +121,13 @@ def test_ranks_interpret_the_whole():
     counts = torch.zeros(3, 3, dtype=torch.int64)
     counts.index_put_((y, x.argmax(1)), torch.tensor(1), accumulate=True)
     assert torch.equal(found.confusion_matrix(), counts)
-    from learnerkit import ActivationStats, world
+    from learnerkit import ActivationStats, distributed
 
     with learn.distrib_ctx():
         learn.fit(1, cbs=ActivationStats(), lr=0.0)
-        if world.is_main():
+        if distributed.is_main():
             learn.summary()  # alone
-    assert (shown is None) == (found.plot_top_losses(1) is None) == (world.rank() > 0)
+    assert (shown is None) == (found.plot_top_losses(1) is None) == (distributed.rank() > 0)
 
 
 def test_results_come_from_all_over_the_dataset():

@@ -5,7 +5,7 @@ import torch
 from text_jobs import Bag, Next, OwnNext, count_next, make_data, make_stream
 from torch.nn import functional as F
 
-from learnerkit import Callback, CheckpointCallback, GradientAccumulation, Learner, set_seed, world
+from learnerkit import Callback, CheckpointCallback, GradientAccumulation, Learner, distributed, set_seed
 
 MODELS = {"classes": (make_data, Bag, F.cross_entropy), "next": (make_stream, Next, F.cross_entropy),
           "own loss": (make_stream, OwnNext, None)}  # fmt: skip
@@ -56,7 +56,7 @@ def test_ranks_see_the_batches_of_one_process_and_come_to_its_numbers():
         with together.distrib_ctx(split_batches=True):
             together.fit(2)
             preds = together.get_preds()[0] if name == "classes" else None
-        read = [sum(step, []) for step in zip(*world.all_gather(together.reads.steps), strict=True)]
+        read = [sum(step, []) for step in zip(*distributed.all_gather(together.reads.steps), strict=True)]
         assert read == alone.reads.steps, name
         torch.testing.assert_close(weights(together), weights(alone), rtol=1e-9, atol=1e-12, msg=name)
         torch.testing.assert_close(together.recorder.values, alone.recorder.values, rtol=1e-9, atol=1e-12, msg=name)
@@ -70,7 +70,7 @@ def test_by_default_each_rank_takes_whole_batches_within_the_budget():
     with learn.distrib_ctx():
         learn.fit(1)
     assert learn.reads.most <= 64
-    everything = [text for rank in world.all_gather(learn.reads.steps) for step in rank for text in step]
+    everything = [text for rank in distributed.all_gather(learn.reads.steps) for step in rank for text in step]
     data = learn.dls.data
     assert sorted(everything) == sorted(data.decode(sample) for sample in data.train_ds)
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from learnerkit import Callback, DataLoaders, Learner, world
+from learnerkit import Callback, DataLoaders, Learner, distributed
 from learnerkit.losses import own_loss_of
 
 pytestmark = [
@@ -178,7 +178,7 @@ def test_ranks_of_unlike_padding_equal_one_process(name):
     with together.distrib_ctx(split_batches=True):
         together.fit(2)
         counts = together.validate()
-    assert world.world_size() > 1
+    assert distributed.world_size() > 1
     tolerance = 1e-6 if name in ("llama", "t5") else 1e-9  # whose norms round to float32
     for (key, p), q in zip(alone.model.named_parameters(), together.model.parameters(), strict=True):
         torch.testing.assert_close(q, p, rtol=0, atol=tolerance, msg=key)

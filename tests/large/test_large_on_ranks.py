@@ -26,9 +26,9 @@ from learnerkit import (
     GradientClip,
     Learner,
     PeerError,
+    distributed,
     mae,
     set_seed,
-    world,
 )
 from learnerkit.checkpoints import storage
 
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 on_ranks = pytest.mark.ranks(2, soak=[3])
 slow_on_ranks = pytest.mark.ranks(slow=[2], soak=[3])
 
-RANK, N = world.rank(), world.world_size()
+RANK, N = distributed.rank(), distributed.world_size()
 
 
 class Block(nn.Module):
@@ -88,13 +88,13 @@ def sharded(learn):
 def saved(learn, name):
     """The weights that a learner saves, on every rank."""
     learn.save(Path(name).absolute())
-    world.barrier()
+    distributed.barrier()
     return load_file(name)
 
 
 def weights_alone(steps, **kwargs):
     """The weights of a run in this process alone."""
-    with world.alone():
+    with distributed.alone():
         learn = learner(**kwargs)
         steps(learn)
     return learn.model.state_dict(), learn
@@ -127,7 +127,7 @@ def test_a_model_that_a_function_makes_stays_divided_and_equals_one_process():
     assert mine <= whole / N * (1 + N / rows), "bytes of a rank"
     expected, alone = weights_alone(lambda one: (one.validate(), fits(one)), cbs=[EMA(0.9), GradientClip(0.5)])
     close(found, expected)
-    with world.alone():
+    with distributed.alone():
         torch.testing.assert_close(values, alone.validate(), rtol=1e-9, atol=1e-11)
         torch.testing.assert_close(predictions, alone.get_preds()[0], rtol=1e-9, atol=1e-11)
         assert first == pytest.approx(learner().validate(), rel=1e-9)
@@ -142,7 +142,7 @@ def test_what_needs_a_whole_model_says_so():
             with pytest.raises(RuntimeError, match=rf"needs a whole model, and this one is divided among {N} ranks"):
                 call()
         learn.export(Path("exported.safetensors").absolute())
-        world.barrier()
+        distributed.barrier()
         exported, found = load_file("exported.safetensors"), saved(learn, "net.safetensors")
         assert exported.keys() == found.keys()
         assert all(torch.equal(exported[name], found[name]) for name in found)
@@ -204,14 +204,14 @@ def test_after_an_error_the_next_fit_goes_on_with_the_shards(event):
 @slow_on_ranks
 def test_weights_come_from_files_by_the_rows_of_a_rank():
     whole = learner()
-    with world.alone():
+    with distributed.alone():
         source = Net()
         torch.manual_seed(9)
         for p in source.parameters():
             nn.init.normal_(p, std=0.1) if p.ndim else None
         if RANK == 0:
             Learner(whole.dls, source, nn.MSELoss()).save(Path("given.safetensors").absolute())
-    world.barrier()
+    distributed.barrier()
     with torch.device("meta"):
         meta = Net()
     found = {}
@@ -246,12 +246,12 @@ def test_ranks_share_the_writing_of_a_checkpoint():
     assert names == [*(f"model-{i + 1:05d}-of-{N:05d}.safetensors" for i in range(N)), "model.safetensors.index.json"]
     sizes = [(folder / name).stat().st_size for name in names[:N]]
     assert max(sizes) < 2 * sum(sizes) / N
-    with world.alone():
+    with distributed.alone():
         other = learner(model=Net())
         other.load(folder, with_opt=False)
         close(found, other.model.state_dict())
     learn.checkpoint.to_dcp(Path("dcp").absolute())
-    world.barrier()
+    distributed.barrier()
     if RANK == 0:
         from torch.distributed import checkpoint as dcp
 
@@ -285,12 +285,12 @@ def test_recomputed_activations_of_shards_change_nothing():
 @slow_on_ranks
 def test_a_rank_that_saves_alone_is_told_who_has_not_come():
     learn = learner()
-    with sharded(learn), patch.object(world, "meet", partial(world.meet, timeout=2)):
+    with sharded(learn), patch.object(distributed, "meet", partial(distributed.meet, timeout=2)):
         learn.fit(1)
         if RANK == 0:
             with pytest.raises(PeerError, match="waited 2 s for rank"):
                 learn.save("net")
-        world.barrier()
+        distributed.barrier()
 
 
 @slow_on_ranks
@@ -335,7 +335,7 @@ def test_the_state_of_parameters_of_one_row_is_saved():
     with sharded(learn):
         fits(learn)
         learn.save(Path("net.pth").absolute())
-        world.barrier()
+        distributed.barrier()
     found = torch.load("net.pth")["opt"]["state"]
     _, alone = weights_alone(fits, model=lambda: Heads())
     torch.testing.assert_close(found, alone.opt.state_dict()["state"], rtol=1e-9, atol=1e-11)
@@ -392,7 +392,7 @@ def test_parameters_beside_the_model_that_no_rank_uses_stay():
     learn = made()
     with sharded(learn):
         fits(learn)
-    with world.alone():
+    with distributed.alone():
         alone = made()
         fits(alone)
     found, expected = learn.loss_func.state_dict(), alone.loss_func.state_dict()

@@ -441,7 +441,10 @@ WHOLE = f"import runpy; runpy.run_path(r'{SCRIPTS / 'faulty.py'}', {{}}, '__main
 @pytest.mark.parametrize("agent_store", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(
     "program",
-    ["from learnerkit import world; world.JOIN_SECONDS = 2; world.join()", pytest.param(WHOLE, marks=pytest.mark.soak)],
+    [
+        "from learnerkit.distributed import meeting; meeting.JOIN_SECONDS = 2; meeting.join()",
+        pytest.param(WHOLE, marks=pytest.mark.soak),
+    ],
     ids=["short", "whole"],
 )
 def test_r21_stale_env(launch, program, agent_store):

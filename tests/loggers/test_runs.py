@@ -16,8 +16,8 @@ from learnerkit import (
     DataLoaders,
     SaveModelCallback,
     TensorBoardCallback,
+    distributed,
     load_learner,
-    world,
 )
 from learnerkit.loggers.logger import Tracker
 
@@ -147,14 +147,14 @@ def test_a_model_needs_a_name_with_a_format(name, tmp_path):
 @pytest.mark.ranks(2)
 def test_on_ranks_the_first_one_logs_the_model_of_all(tmp_path):
     dls = DataLoaders.from_datasets(make_data(16), make_data(8, seed=1), bs=4, device="cpu")
-    kept = Kept(tmp_path / str(world.rank()), log_model="model.safetensors")
+    kept = Kept(tmp_path / str(distributed.rank()), log_model="model.safetensors")
     learn = make_learner(dls, cbs=kept)
     with learn.distrib_ctx():
         learn.fit(2)
-    world.barrier()
+    distributed.barrier()
     assert [path.name for path in tmp_path.iterdir()] == ["0"]
     assert same(load_file(tmp_path / "0" / "model" / "model.safetensors"), learn)
-    assert kept.run_id == (None if world.rank() else "first run")
+    assert kept.run_id == (None if distributed.rank() else "first run")
 
 
 # The checkpoint of a run

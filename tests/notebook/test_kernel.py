@@ -68,8 +68,8 @@ class Where(Callback):
         self.seen, self.pids, self.kind, self.model_seen, self.opened = seen, {}, Where, None, None
 
     def before_fit(self):
-        self.seen.append((world.rank(), world.world_size()))
-        self.pids = dict(enumerate(world.all_gather(os.getpid())))
+        self.seen.append((distributed.rank(), distributed.world_size()))
+        self.pids = dict(enumerate(distributed.all_gather(os.getpid())))
         self.model_seen = self.learn.model
         self.opened = threading.Lock()
 
@@ -205,7 +205,7 @@ class Critic(Callback):
         self.sched = torch.optim.lr_scheduler.StepLR(self.learn.opt, 1000)
         self.learn.add_cb(Callback(after_fit=lambda cb: drawn.append("added")))
     def before_batch(self):
-        if self.training and self.iter == 0 and world.is_main():
+        if self.training and self.iter == 0 and distributed.is_main():
             drawn.append(round(float(self.xb[0].sum()), 6))
     def after_step(self):
         global count
@@ -603,8 +603,8 @@ def test_rank_0_is_seen_live(kernel):
 import matplotlib.pyplot as plt
 class Talks(Callback):
     def after_epoch(self):
-        print(f"rank {world.rank()} says hello")
-        if world.is_main():
+        print(f"rank {distributed.rank()} says hello")
+        if distributed.is_main():
             plt.figure(); plt.plot([1, 2]); plt.show()
     def after_batch(self):
         time.sleep(0.02)
@@ -718,7 +718,7 @@ def test_stop_in_a_cell_raises_there_and_a_second_press_kills(kernel):
     begun = """
 class Sleeps(Callback):
     def before_step(self):
-        if world.is_main() and self.train_iter == 2:
+        if distributed.is_main() and self.train_iter == 2:
             for i in range(100):
                 print("sleeping", flush=True)
                 time.sleep(0.5)
@@ -743,7 +743,7 @@ def test_an_error_is_the_users_own(kernel):
 class Broken(Exception): ...
 class Bad(Callback):
     def before_step(self):
-        if world.rank() == 1 and self.train_iter == 2:
+        if distributed.rank() == 1 and self.train_iter == 2:
             raise Broken("of its own making")
 learn = make_learner()
 with learn.distrib_ctx(nproc=2):
@@ -783,7 +783,7 @@ def test_a_killed_worker_is_named(kernel):
     shown = kernel.run("""
 class Dies(Callback):
     def before_step(self):
-        if world.rank() == 1 and self.train_iter == 2:
+        if distributed.rank() == 1 and self.train_iter == 2:
             print("last words", flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
 learn = make_learner()

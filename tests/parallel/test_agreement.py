@@ -32,7 +32,7 @@ from learnerkit import (
     GradientAccumulation,
     Learner,
     PeerError,
-    world,
+    distributed,
 )
 from learnerkit.events import INNER_EVENTS
 from learnerkit.parallel.agreement import END, Agreement
@@ -40,7 +40,7 @@ from learnerkit.parallel.loaders import split_evenly
 
 on_ranks = pytest.mark.ranks(2, slow=["gpus"], soak=[3])  # two GPUs: NCCL has not been tried so far
 
-RANK, N = world.rank(), world.world_size()
+RANK, N = distributed.rank(), distributed.world_size()
 LAST = N - 1
 EVENTS = [str(e) for e in Event if e.startswith(("before_", "after_")) and "cancel" not in e and e != "after_create"]
 TRAINING_ONLY = ("before_backward", "after_backward", "before_step", "after_step")
@@ -130,12 +130,12 @@ def check_after(learn, alike=True, took=0.0):
     if alike:
         recorder = learn.recorder
         facts = (str(weights(learn)), recorder.values, recorder.losses, recorder.iters, learn.train_iter)
-        assert world.same_everywhere(facts), facts
+        assert distributed.same_everywhere(facts), facts
         assert all(p.grad is None for p in learn.model.parameters())
     learn.remove_cbs(Do)
     error, _ = fit(learn, 1)
     assert error is None, error
-    assert world.same_everywhere(str(weights(learn)))
+    assert distributed.same_everywhere(str(weights(learn)))
     assert len(learn.recorder.values) == 1
 
 
@@ -183,7 +183,7 @@ def test_a_cancel_at_any_event_ends_all_ranks_alike(kind, event, training, order
     kind = exception(kind)
     learn = make_learner(Do(event, action_of(kind), training=training, order=order))
     error, took = fit(learn)
-    errors = world.all_gather(type(error).__name__)
+    errors = distributed.all_gather(type(error).__name__)
     assert len(set(errors)) == 1, errors
     # What no level takes comes out, as on one process.
     assert errors[0] in ("NoneType", kind.__name__), errors
@@ -240,7 +240,7 @@ class Late(Callback):
 def test_where_the_host_must_not_wait_for_the_device_all_leave_a_step_later(kind, event):
     learn = make_learner([Do(event, action_of(exception(kind))), Late()])
     error, took = fit(learn)
-    errors = world.all_gather(type(error).__name__)
+    errors = distributed.all_gather(type(error).__name__)
     assert set(errors) <= {"NoneType", "KeyboardInterrupt"}, errors
     assert len(set(errors)) == 1, errors
     check_after(learn, took=took, alike=error is None)
@@ -252,11 +252,11 @@ class Meets(Callback):
     order = 20
 
     def after_step(self):
-        world.reduce(1)
+        distributed.reduce(1)
 
     def after_batch(self):
         if self.training:
-            world.reduce(1)
+            distributed.reduce(1)
             if self.iter == 1:
                 self.learn.validate()
 
@@ -276,7 +276,7 @@ def test_a_cancel_before_a_collective_of_the_users_own(kind, event, late):
 @pytest.mark.parametrize("training", mostly_slow([True, False], True), ids=["in a group of batches", "in validation"])
 def test_a_cancel_before_a_collective_after_a_batch_without_a_step(training):
     error = CancelTrainException() if training else CancelValidException()
-    meet = Callback(after_batch=lambda cb: world.reduce(1), order=20)
+    meet = Callback(after_batch=lambda cb: distributed.reduce(1), order=20)
     learn = make_learner([Do("after_pred", throw(error), training=training), meet, GradientAccumulation(n_batches=4)])
     error, took = fit(learn)
     assert error is None, error
@@ -287,7 +287,7 @@ def test_a_cancel_before_a_collective_after_a_batch_without_a_step(training):
 def test_ranks_that_are_separated_train_by_themselves():
     seen = []
     separate = Callback(before_train=lambda cb: setattr(cb.learn._agreement, "alone_from", 2))
-    count = Callback(before_batch=lambda cb: cb.training and seen.append(world.world_size()))
+    count = Callback(before_batch=lambda cb: cb.training and seen.append(distributed.world_size()))
     error, _ = fit(make_learner([separate, count]), 1)
     assert error is None, error
     assert seen == [N, N, 1, 1, 1]
@@ -733,7 +733,7 @@ class Alone(Callback):
 
 
 COLLECTIVES = {
-    "world.barrier": world.barrier,
+    "distributed.barrier": distributed.barrier,
     "torch.distributed (allreduce_)": lambda: dist.all_reduce(torch.ones(1)),
     "torch.distributed (barrier)": dist.barrier,
 }
@@ -748,7 +748,9 @@ def test_a_callback_of_rank_0_alone_runs_there_only():
 
 
 @on_ranks
-@pytest.mark.parametrize("name", mostly_slow(COLLECTIVES, "torch.distributed (allreduce_)", slow=["world.barrier"]))
+@pytest.mark.parametrize(
+    "name", mostly_slow(COLLECTIVES, "torch.distributed (allreduce_)", slow=["distributed.barrier"])
+)
 def test_a_callback_of_rank_0_alone_may_not_communicate_by_whatever_name(name):
     learn = make_learner(Alone(COLLECTIVES[name]))
     error, took = fit(learn)

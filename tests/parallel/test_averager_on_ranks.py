@@ -17,7 +17,7 @@ from learnerkit import (
     DataLoaders,
     GradientAccumulation,
     Learner,
-    world,
+    distributed,
 )
 
 pytestmark = pytest.mark.ranks(2, soak=[3])
@@ -79,7 +79,7 @@ def trained(
 def weights(learn):
     """The weights, which are the same on all ranks."""
     found = torch.cat([p.detach().reshape(-1) for p in learn.model.parameters()])
-    assert all(torch.equal(found, other) for other in world.all_gather(found))
+    assert all(torch.equal(found, other) for other in distributed.all_gather(found))
     return found
 
 
@@ -88,7 +88,7 @@ def check_equals_one(way, said="", **job):
     learn, told, ways = trained(**job)
     assert ways[0] == "Deferred"  # which finds out
     assert set(ways[1:]) == {way}, ways
-    assert told == ([SAID + said] if said and world.is_main() else []), told
+    assert told == ([SAID + said] if said and distributed.is_main() else []), told
     alone, _, _ = trained(**job | {"alone": True})
     torch.testing.assert_close(weights(learn), weights(alone), rtol=1e-10, atol=1e-12)
 
@@ -157,7 +157,7 @@ class Plain(Learner):
 
 def test_a_step_without_the_optimizers_is_taken_also_where_a_rank_leaves_the_batch():
     def leave(cb):
-        if cb.training and cb.train_iter == 1 and world.is_main():
+        if cb.training and cb.train_iter == 1 and distributed.is_main():
             raise CancelBatchException
 
     by_itself, _, _ = trained(Plain, Callback(before_batch=leave))
@@ -173,7 +173,7 @@ class Apart(nn.Module):
         self.first, self.other = nn.Linear(4, 2).double(), nn.Linear(4, 2).double()
 
     def forward(self, x):
-        return (self.first if world.is_main() else self.other)(x)
+        return (self.first if distributed.is_main() else self.other)(x)
 
 
 def test_what_a_rank_alone_has_of_a_batch_that_it_leaves_is_left_out():
@@ -183,7 +183,7 @@ def test_what_a_rank_alone_has_of_a_batch_that_it_leaves_is_left_out():
         def before_batch(self):
             if self.training and self.train_iter == 1:
                 self.kept = self.model.first.weight.detach().clone()
-                if world.is_main():
+                if distributed.is_main():
                     raise CancelBatchException
 
         def after_batch(self):
@@ -236,7 +236,7 @@ def test_layers_that_are_frozen_in_an_epoch_are_averaged_after_the_pass_from_the
     job = {"cbs": Callback(before_batch=freeze, **more), "n": 40, "epochs": 1}
     learn, told, ways = trained(**job)
     assert ways == ["Deferred", "Overlapped", "Overlapped", "Deferred", "Deferred"]
-    assert told == ([f"{SAID}parameters were frozen or unfrozen during an epoch"] if world.is_main() else [])
+    assert told == ([f"{SAID}parameters were frozen or unfrozen during an epoch"] if distributed.is_main() else [])
     alone, _, _ = trained(**job, alone=True)
     torch.testing.assert_close(weights(learn), weights(alone), rtol=1e-10, atol=1e-12)
 
@@ -266,7 +266,7 @@ def test_a_parameter_that_comes_beside_the_model_between_epochs_is_averaged():
     for alone in (False, True):
         learn, _, _ = trained(cbs=Later(), alone=alone)
         scale = learn.opt.param_groups[-1]["params"][0].detach()
-        assert world.same_everywhere(scale.tolist())
+        assert distributed.same_everywhere(scale.tolist())
         found.append(torch.cat([weights(learn), scale]))
     torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)
 
@@ -319,7 +319,7 @@ def test_a_ddp_that_lives_on_after_an_error_in_its_pass_averages_nothing():
         trained(cbs=Callback(before_backward=fail))
     ddp, model = held
     model.body[0].weight._backward_hooks.clear()
-    x = torch.full((3, 4), float(world.rank() + 1), dtype=torch.float64)
+    x = torch.full((3, 4), float(distributed.rank() + 1), dtype=torch.float64)
     params = list(model.parameters())
     model.zero_grad()
     expected = torch.autograd.grad(model(x).pow(2).sum(), params)
@@ -375,19 +375,19 @@ def test_the_model_runs_once_for_each_batch(cls):
     for cut, of_none in ((whole, [0]), (Net.cut, [0, 1])):  # one that cannot run on nothing gets a sample
         learn, _, ways = trained(cls, change=partial(setattr_of, name="cut", value=cut))
         calls = [rows for training, rows in learn.model.calls if training]
-        mine = [4, 4] if world.world_size() == 2 else [3 if world.rank() < 2 else 2] * 2
+        mine = [4, 4] if distributed.world_size() == 2 else [3 if distributed.rank() < 2 else 2] * 2
         of_none = [1] if cls is Backward else of_none  # and so does what may make anything of it
-        assert calls == (mine + ([1] if world.is_main() else of_none)) * 2
+        assert calls == (mine + ([1] if distributed.is_main() else of_none)) * 2
         assert len(ways) == 6
 
 
 def test_a_rank_that_leaves_a_batch_before_its_forward_pass_makes_none():
     def leave(cb):
-        if cb.training and cb.train_iter in (0, 3) and world.is_main():
+        if cb.training and cb.train_iter in (0, 3) and distributed.is_main():
             raise CancelBatchException
 
     learn, _, ways = trained(cbs=Callback(before_batch=leave), n=24)
-    assert len([1 for training, _ in learn.model.calls if training]) == 6 - 2 * world.is_main()
+    assert len([1 for training, _ in learn.model.calls if training]) == 6 - 2 * distributed.is_main()
     weights(learn)
 
 
@@ -413,7 +413,7 @@ def test_a_rank_that_leaves_a_batch_has_its_data_until_it_is_over():
     seen = []
 
     def leave(cb):
-        if cb.training and cb.train_iter == 1 and world.is_main():
+        if cb.training and cb.train_iter == 1 and distributed.is_main():
             seen.append((cb.pred, cb.loss, cb.batch_size))
             raise CancelBatchException
 
@@ -422,7 +422,7 @@ def test_a_rank_that_leaves_a_batch_has_its_data_until_it_is_over():
             seen.append((cb.pred, cb.loss, cb.batch_size))
 
     trained(cbs=Callback(after_loss=leave, after_batch=look), epochs=1)
-    assert len(seen) == 2 * world.is_main()
+    assert len(seen) == 2 * distributed.is_main()
     assert all(a is b for a, b in zip(*seen, strict=True))
 
 
@@ -437,11 +437,11 @@ def test_a_rank_without_data_runs_an_empty_batch(cut, rows):
 
     cbs = [Callback(before_batch=look, order=50), Callback(after_loss=look), Callback(after_batch=look)]
     trained(cbs=cbs, change=partial(setattr_of, name="cut", value=cut))
-    assert seen == [[0, 0], [rows, rows], [0, 0]] * 2 * (not world.is_main())
+    assert seen == [[0, 0], [rows, rows], [0, 0]] * 2 * (not distributed.is_main())
 
 
 def differ(model):
-    model.body[1].running_mean += world.rank()
+    model.body[1].running_mean += distributed.rank()
 
 
 def test_buffers_come_from_rank_0_at_the_start_and_before_each_step():
@@ -452,6 +452,6 @@ def test_buffers_come_from_rank_0_at_the_start_and_before_each_step():
             before_batch=lambda cb: cb.training and found.append(cb.model.body[1].running_mean.clone()), order=12
         )
         trained(cbs=before, n=24, norm=True, sync_bn=False, change=differ, **options)
-        same = [all(torch.equal(each, other) for other in world.all_gather(each)) for each in found]
+        same = [all(torch.equal(each, other) for other in distributed.all_gather(each)) for each in found]
         assert same[0]
         assert all(same) == alike

@@ -8,11 +8,11 @@ from helpers import mostly_slow
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from learnerkit import Callback, DataLoaders, GradientAccumulation, Learner, world
+from learnerkit import Callback, DataLoaders, GradientAccumulation, Learner, distributed
 
 pytestmark = pytest.mark.ranks(2, soak=[3])
 
-N = world.world_size()
+N = distributed.world_size()
 STEPS, BS, LAST = 7, 3, 2  # batches, samples of each, and of the last one
 
 
@@ -164,7 +164,7 @@ class NoteLosses(Callback):
     def after_batch(self):
         losses = (self.pred - self.y).square().mean(1).detach()
         mine = self.xb[0][:, 0].long(), losses
-        for places, found in world.all_gather(mine) if self.n_ranks > 1 else [mine]:
+        for places, found in distributed.all_gather(mine) if self.n_ranks > 1 else [mine]:
             self.sampler.losses[places] = found
             self.drawn.append(places.tolist())
 

@@ -27,16 +27,16 @@ from learnerkit import (
     Learner,
     ValidateEvery,
     accuracy,
+    distributed,
     on_rank0,
     set_seed,
     unwrap,
-    world,
 )
 from learnerkit.parallel.watch import PeerError
 
 pytestmark = pytest.mark.ranks(2, slow=["torchrun"], soak=[3])
 
-N = world.world_size()
+N = distributed.world_size()
 
 
 def make_learner(model=None, n=23, bs=4, cbs=None, **kwargs):
@@ -49,7 +49,7 @@ def make_learner(model=None, n=23, bs=4, cbs=None, **kwargs):
 
 
 def same(x):
-    return all(torch.equal(torch.as_tensor(x), other) for other in world.all_gather(torch.as_tensor(x)))
+    return all(torch.equal(torch.as_tensor(x), other) for other in distributed.all_gather(torch.as_tensor(x)))
 
 
 def weights_agree(learn):
@@ -86,7 +86,7 @@ def test_rank_0_speaks_and_saves_the_ranks_agree_and_all_is_put_back():
             assert self.model is model  # callbacks see the user's own, which nothing is wrapped around
             if self.training:
                 assert not any(k.startswith("module.") for k in _saved_keys(self.learn))
-            self.learn.log_metric("rank", float(world.rank()))
+            self.learn.log_metric("rank", float(distributed.rank()))
 
     learn = make_learner(metrics=accuracy, cbs=Look())
     model, logger, dls = learn.model, learn.logger, list(learn.dls.loaders)
@@ -95,14 +95,14 @@ def test_rank_0_speaks_and_saves_the_ranks_agree_and_all_is_put_back():
         learn.fit(2)
         learn.save("model")
     assert set(inside) == {"Sequential"}
-    assert bool(out.getvalue()) == world.is_main()
-    if world.is_main():
+    assert bool(out.getvalue()) == distributed.is_main()
+    if distributed.is_main():
         step, header = out.getvalue().split("\n")[:2]
         assert step.endswith("samples a step")
         assert header.split() == [
             "epoch", "train_loss", "valid_loss", "accuracy", "rank", "time",
         ]  # fmt: skip
-    assert world.same_everywhere((learn.recorder.values, learn.recorder.losses, learn.recorder.iters))
+    assert distributed.same_everywhere((learn.recorder.values, learn.recorder.losses, learn.recorder.iters))
     assert learn.model is model
     assert learn.logger is logger
     assert all(a is b for a, b in zip(learn.dls.loaders, dls, strict=True))
@@ -117,13 +117,13 @@ def test_rank_0_speaks_and_saves_the_ranks_agree_and_all_is_put_back():
     on_rank0(learn.save)("alone")  # nobody waits
     learn.load("alone")
     assert sorted(p.name for p in (Path("models")).iterdir()) == ["alone.pth", "model.pth"]
-    world.barrier()
+    distributed.barrier()
 
 
 def _saved_keys(learn):
-    path = Path(f"inside-{world.rank()}.pth").absolute()
+    path = Path(f"inside-{distributed.rank()}.pth").absolute()
     learn.save(path, with_opt=False)
-    return torch.load(path, weights_only=True) if world.is_main() else {}
+    return torch.load(path, weights_only=True) if distributed.is_main() else {}
 
 
 def test_by_default_a_step_has_a_whole_batch_for_every_rank_and_the_last_is_spread():
@@ -137,7 +137,7 @@ def test_by_default_a_step_has_a_whole_batch_for_every_rank_and_the_last_is_spre
     learn = make_learner(n=23, bs=4, cbs=Sizes())
     with learn.distrib_ctx(sync_bn=False), learn.no_logging():
         learn.fit(1)
-    steps = list(zip(*world.all_gather(sizes), strict=True))
+    steps = list(zip(*distributed.all_gather(sizes), strict=True))
     assert len(steps) == -(-6 // N)
     assert [sum(step) for step in steps] == [min(4 * N, 23 - 4 * N * i) for i in range(len(steps))]
     assert all(max(step) - min(step) <= 1 for step in steps)
@@ -167,10 +167,10 @@ def test_a_sampler_of_ones_own_draws_alike_on_every_rank_and_anew_in_every_epoch
     learn = make_learner(cbs=Look())
     data = learn.dls.train_ds
     learn.dls.loaders[0] = DataLoader(data, batch_sampler=Shuffled())
-    random.seed(world.rank())  # ranks whose own generators differ
+    random.seed(distributed.rank())  # ranks whose own generators differ
     with learn.distrib_ctx(split_batches=True), learn.no_logging():
         learn.fit(2)
-    together = [sorted(sum(rank, [])) for rank in zip(*world.all_gather([epochs[0], epochs[1]]), strict=True)]
+    together = [sorted(sum(rank, [])) for rank in zip(*distributed.all_gather([epochs[0], epochs[1]]), strict=True)]
     assert together == [sorted(data.tensors[0][:, 0].tolist())] * 2
     assert epochs[0] != epochs[1]
 
@@ -182,17 +182,17 @@ def test_what_differs_between_ranks_is_rank_0s_after_the_start_of_a_fit():
         with learn.distrib_ctx():
             learn.fit(1)
         state = next(iter(learn.opt.state.values()))
-        state["exp_avg"] += world.rank()
+        state["exp_avg"] += distributed.rank()
         with torch.no_grad():
-            learn.model[0].weight += world.rank()
+            learn.model[0].weight += distributed.rank()
         with learn.distrib_ctx():
             learn.fit(1)
     assert weights_agree(learn)
     assert all(same(t) for s in learn.opt.state.values() for t in s.values())
     with learn.distrib_ctx(), raises(ValueError, "differs between ranks in its epochs (rank 0: 1, rank 1: 2"):
-        learn.fit(1 + world.rank())
+        learn.fit(1 + distributed.rank())
     with learn.distrib_ctx(), raises(ValueError, "differs between ranks in its learning rates (rank 0: [0.1], rank 1"):
-        learn.fit(1, 0.1 + world.rank())
+        learn.fit(1, 0.1 + distributed.rank())
     with learn.distrib_ctx(), learn.no_logging():
         learn.fit(1)
 
@@ -206,19 +206,19 @@ def test_a_callback_that_was_made_otherwise_on_another_rank_is_named_at_once():
     class Clip(GradientClip):
         pass
 
-    learn = make_learner(cbs=[Mine(world.rank()), *([EMA()] if world.is_main() else [])])
+    learn = make_learner(cbs=[Mine(distributed.rank()), *([EMA()] if distributed.is_main() else [])])
     different = {
-        "CheckpointCallback(every=) (rank 0: 5, rank 1: 6": CheckpointCallback("run", every=5 + world.rank()),
-        "ValidateEvery(n=) (rank 0: 5, rank 1: 6": ValidateEvery(5 + world.rank()),
-        "GradientNoiseScale(every=) (rank 0: None, rank 1: 3": GradientNoiseScale(3 if world.rank() else None),
-        "GradientClip(max_norm=) (rank 0: 1.0, 2.0, rank 1: 1.0, 3.0": [GradientClip(), Clip(2.0 + world.rank())],
+        "CheckpointCallback(every=) (rank 0: 5, rank 1: 6": CheckpointCallback("run", every=5 + distributed.rank()),
+        "ValidateEvery(n=) (rank 0: 5, rank 1: 6": ValidateEvery(5 + distributed.rank()),
+        "GradientNoiseScale(every=) (rank 0: None, rank 1: 3": GradientNoiseScale(3 if distributed.rank() else None),
+        "GradientClip(max_norm=) (rank 0: 1.0, 2.0, rank 1: 1.0, 3.0": [GradientClip(), Clip(2.0 + distributed.rank())],
     }
     for words, cbs in different.items():
         with learn.distrib_ctx(), raises(ValueError, f"fit differs between ranks in its {words}"):
             learn.fit(1, cbs=cbs)
     with learn.distrib_ctx(), learn.no_logging():
-        learn.fit(1, cbs=[GradientClip(), ValidateEvery(3), CSVLogger(f"rank {world.rank()}.csv")])
-    assert learn.ema if world.is_main() else True
+        learn.fit(1, cbs=[GradientClip(), ValidateEvery(3), CSVLogger(f"rank {distributed.rank()}.csv")])
+    assert learn.ema if distributed.is_main() else True
 
 
 def test_batch_norm_is_put_back_ends_alike_and_warns_once():
@@ -236,7 +236,7 @@ def test_batch_norm_is_put_back_ends_alike_and_warns_once():
             assert type(model[1]) is nn.BatchNorm1d
             assert weights_agree(learn)
     told = [str(w.message) for w in caught if "sync_bn" in str(w.message)]
-    assert len(told) == (1 if world.is_main() else 0), told  # once a process
+    assert len(told) == (1 if distributed.is_main() else 0), told  # once a process
 
 
 def test_validation_in_mid_epoch_has_the_statistics_of_rank_0():
@@ -264,7 +264,7 @@ def test_a_step_of_one_sample_over_all_ranks_is_found_before_training(each, more
     refused = raises((ValueError, PeerError), "its last batch has 1 of its") if lone else contextlib.nullcontext()
     with learn.distrib_ctx(split_batches=split, sync_bn=False), learn.no_logging(), refused:
         learn.fit(1)
-    if world.is_main():  # a rank without data may have had its forward pass
+    if distributed.is_main():  # a rank without data may have had its forward pass
         assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items()) == lone
 
 
@@ -299,8 +299,8 @@ def test_a_models_own_loss_is_counted_by_one_rule_whatever_a_rank_has(at, counts
         warnings.simplefilter("always")
         learn.fit(2)
     told = [str(w.message) for w in caught if "it is not known what that averages over" in str(w.message)]
-    assert len(told) == (world.is_main() and not counts), told
-    last = world.rank() == N - 1
+    assert len(told) == (distributed.is_main() and not counts), told
+    last = distributed.rank() == N - 1
     assert found[:2] == [8 if last and at == 0 else 20, 8 if last and at == 1 else 20], found
 
 
@@ -362,7 +362,7 @@ def test_validate_and_get_preds_in_the_middle_of_training_leave_no_trace():
         runs.append((learn.recorder.values, learn.recorder.losses))
     assert runs[0] == runs[1]
     assert len(found) == 1
-    assert world.same_everywhere(found)
+    assert distributed.same_everywhere(found)
 
 
 def test_predictions_are_those_of_one_process_on_every_rank():
@@ -381,12 +381,12 @@ def test_predictions_are_those_of_one_process_on_every_rank():
     assert torch.equal(decoded, preds.argmax(1))
     assert torch.allclose(losses, nn.functional.cross_entropy(preds, y, reduction="none"), atol=1e-6)
     assert torch.allclose(soft.sum(1), torch.ones(11))
-    assert (part[0] is None) == (not world.is_main())
+    assert (part[0] is None) == (not distributed.is_main())
 
 
 def test_statistics_that_differ_between_ranks_are_rank_0s_in_an_evaluation():
     learn = make_learner(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)))
-    learn.model[1].running_mean += world.rank()
+    learn.model[1].running_mean += distributed.rank()
     with learn.distrib_ctx():
         learn.get_preds()
     assert weights_agree(learn)
@@ -397,7 +397,7 @@ def test_one_loader_may_be_for_training_and_validation():
     learn.dls = DataLoaders(learn.dls.valid, learn.dls.valid, device="cpu")
     with learn.distrib_ctx(), learn.no_logging():
         learn.fit(1)
-    with world.alone(), learn.no_logging():
+    with distributed.alone(), learn.no_logging():
         assert learn.recorder.values[-1][1:] == pytest.approx(learn.validate(), rel=1e-5)
 
 
@@ -428,7 +428,7 @@ def test_after_an_error_in_the_options_nothing_stays_wrapped():
     with warnings.catch_warnings(record=True) as caught, learn.no_logging():
         warnings.simplefilter("always")
         learn.fit(1)
-    assert any("each train a whole copy" in str(w.message) for w in caught) == world.is_main()
+    assert any("each train a whole copy" in str(w.message) for w in caught) == distributed.is_main()
 
 
 def test_a_learner_that_was_detached_is_distributed_anew():
@@ -444,10 +444,10 @@ def test_a_learner_that_was_detached_is_distributed_anew():
 def test_a_cleanup_that_communicates_is_named():
     class Talks(Callback):
         def cleanup_fit(self):
-            world.barrier()
+            distributed.barrier()
 
     learn = make_learner(cbs=Talks())
-    with learn.distrib_ctx(), learn.no_logging(), raises(RuntimeError, "Talks.cleanup_fit called world.barrier"):
+    with learn.distrib_ctx(), learn.no_logging(), raises(RuntimeError, "Talks.cleanup_fit called distributed.barrier"):
         learn.fit(1)
     learn.remove_cb(Talks)
     with learn.distrib_ctx(), learn.no_logging():

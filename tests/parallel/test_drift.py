@@ -6,7 +6,7 @@ import torch
 from helpers import make_learner
 from torch import nn
 
-from learnerkit import EMA, Callback, DriftCheck, EarlyStoppingCallback, world
+from learnerkit import EMA, Callback, DriftCheck, EarlyStoppingCallback, distributed
 from learnerkit.learner import Learner
 from learnerkit.parallel.drift import describe_drift
 from learnerkit.run_state import state_table
@@ -148,7 +148,7 @@ def test_a_long_list_is_cut():
 def checks(monkeypatch):
     """The tables that are compared; no rank differs."""
     found = []
-    monkeypatch.setattr(world, "same_everywhere", lambda table: found.append(dict(table)) or True)
+    monkeypatch.setattr(distributed, "same_everywhere", lambda table: found.append(dict(table)) or True)
     return found
 
 

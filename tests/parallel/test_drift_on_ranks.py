@@ -5,11 +5,11 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from learnerkit import EMA, Callback, DataLoaders, DriftCheck, Learner, unwrap, world
+from learnerkit import EMA, Callback, DataLoaders, DriftCheck, Learner, distributed, unwrap
 
 pytestmark = [pytest.mark.ranks(2, slow=[3]), pytest.mark.filterwarnings("ignore:sync_bn|.*each train a whole copy")]
 
-N = world.world_size()
+N = distributed.world_size()
 REST = "rank 0" if N == 2 else f"ranks {', '.join(str(r) for r in range(N) if r != 1)}"
 
 
@@ -37,7 +37,7 @@ def fit(event=None, change=None, every=2, epochs=1, **kwargs):
 
     def hook(cb):
         seen.append(event)
-        if len(seen) == 2 and world.rank() == 1:
+        if len(seen) == 2 and distributed.rank() == 1:
             with torch.no_grad():
                 change(cb.learn)
 
@@ -49,7 +49,7 @@ def fit(event=None, change=None, every=2, epochs=1, **kwargs):
             learn.fit(epochs)
     except RuntimeError as e:
         found = str(e)
-    assert world.same_everywhere(found), world.all_gather(found)
+    assert distributed.same_everywhere(found), distributed.all_gather(found)
     return found
 
 
@@ -61,7 +61,7 @@ def parts(text):
 
 def test_batch_norms_statistics_differ_between_steps_which_is_no_drift():
     apart = []
-    look = Callback(after_batch=lambda cb: apart.append(world.all_gather(cb.model.training and mean(cb.learn))))
+    look = Callback(after_batch=lambda cb: apart.append(distributed.all_gather(cb.model.training and mean(cb.learn))))
     learn = make_learner([look, EMA(), DriftCheck(every=1)])  # of the statistics each rank has an average of its own
     with learn.distrib_ctx(), learn.no_logging():
         learn.fit(2)
@@ -76,7 +76,7 @@ def test_the_order_of_a_states_entries_does_not_count():
 def test_outside_of_the_context_each_process_trains_for_itself():
     learn = make_learner([DriftCheck(every=1)])
     with learn.no_logging():
-        learn.fit(1, cbs=Callback(after_step=lambda cb: nudge(learn.model.last.bias, by=world.rank())))
+        learn.fit(1, cbs=Callback(after_step=lambda cb: nudge(learn.model.last.bias, by=distributed.rank())))
 
 
 def reorder(learn):

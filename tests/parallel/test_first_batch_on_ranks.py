@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from learnerkit import Callback, CheckpointCallback, DataLoaders, Learner, world
+from learnerkit import Callback, CheckpointCallback, DataLoaders, Learner, distributed
 
 pytestmark = pytest.mark.ranks(2)
 
@@ -100,7 +100,7 @@ def test_two_processes_equal_one(how):
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        alone = trained(how, "alone", lambda learn: world.alone()) if world.is_main() else None
+        alone = trained(how, "alone", lambda learn: distributed.alone()) if distributed.is_main() else None
         found, counted = trained(how, "together", lambda learn: learn.distrib_ctx(split_batches=True))
     finally:
         torch.set_default_dtype(before)

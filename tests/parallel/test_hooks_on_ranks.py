@@ -8,7 +8,7 @@ from helpers import mostly_slow
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from learnerkit import Callback, DataLoaders, GradientAccumulation, GradientNoiseScale, Learner, world
+from learnerkit import Callback, DataLoaders, GradientAccumulation, GradientNoiseScale, Learner, distributed
 
 pytestmark = pytest.mark.ranks(2)
 
@@ -73,7 +73,7 @@ def test_no_hook_stays(kind):
         learn.fit(1)
     assert hooks(model) == before
     plain = copy.deepcopy(model)
-    for each in (model, plain) * 2 if world.is_main() else ():  # of DDP's hooks autograd shows nothing
+    for each in (model, plain) * 2 if distributed.is_main() else ():  # of DDP's hooks autograd shows nothing
         each.train()
         each(x).square().sum().backward()
     pairs = zip(model.parameters(), plain.parameters(), strict=True)

@@ -22,10 +22,10 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from learnerkit import world
 from learnerkit.data.batches import loader_len
 from learnerkit.data.loaders import DataLoaders
 from learnerkit.data.stream import SampleStream, distribute, seeded_samplers, split_evenly
+from learnerkit.distributed import seeds
 from learnerkit.parallel.loaders import rank_loader
 
 # World-size invariance as a property: drawn cases, read through real loaders, each rank's after the other
@@ -198,7 +198,7 @@ def read_alone(case, training=True, **kwargs):
     """What one process reads: a list of batches for each epoch, each a list of indices."""
     dl, epochs = make_loader(case, plain=True, **kwargs), []
     for seed in EPOCH_SEEDS:
-        world.seed_host(seed)
+        seeds.seed_host(seed)
         with seeded_samplers(dl, seed):  # as a fit does
             epochs.append([indices(batch) for batch in dl])
     return epochs
@@ -210,7 +210,7 @@ def read_on_ranks(case, monkeypatch, training=True, **kwargs):
     epochs, lengths = [[] for _ in EPOCH_SEEDS], []
     for rank in range(case.ranks):
         monkeypatch.setenv("RANK", str(rank))
-        world.seed_host(100 + rank)  # ranks whose own random streams differ
+        seeds.seed_host(100 + rank)  # ranks whose own random streams differ
         dl, shared = make_loader(case, **kwargs), None
         for seed, epoch in zip(EPOCH_SEEDS, epochs, strict=True):
             if shared is None:

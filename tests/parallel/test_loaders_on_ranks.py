@@ -18,11 +18,11 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from learnerkit import Callback, DataLoaders, GradientAccumulation, Learner, set_seed, world
+from learnerkit import Callback, DataLoaders, GradientAccumulation, Learner, distributed, set_seed
 
 pytestmark = pytest.mark.ranks(2, slow=[3])
 
-N = world.world_size()
+N = distributed.world_size()
 EPOCHS = 2
 
 
@@ -138,7 +138,7 @@ def test_ranks_together_see_the_steps_and_the_evaluation_of_one_process(case):
     of_one = accumulated if split else accumulated * N  # without splitting N batches make up a global one
     alone = fit(made, of_one)
     mine = fit(made, accumulated, batch_norm=case == "BatchNorm", distributed={"split_batches": split})
-    ranks = world.all_gather(mine.steps)
+    ranks = distributed.all_gather(mine.steps)
     # In the order of one process: the first micro-batch of every rank, then the second of every rank, ...
     together = [
         joined(batch for micro in zip(*step, strict=True) for batch in micro) for step in zip(*ranks, strict=True)
@@ -148,7 +148,7 @@ def test_ranks_together_see_the_steps_and_the_evaluation_of_one_process(case):
     half = len(expected) // EPOCHS
     assert together[:half] != together[half:]  # each epoch is drawn anew
     assert together == expected, f"ranks {together}, one process {expected}"
-    evaluated = sorted(joined(world.all_gather(mine.evaluated)))
+    evaluated = sorted(joined(distributed.all_gather(mine.evaluated)))
     if split:  # the pieces of a batch lie next to each other
         evaluated = [(epoch, i) for epoch, _, batch in evaluated for i in batch]
         expected = [(epoch, i) for epoch, _, batch in alone.evaluated for i in batch]

@@ -8,11 +8,11 @@ from helpers import Unsized, mostly_slow
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from learnerkit import AccumMetric, Callback, DataLoaders, GradientAccumulation, Learner, mae, world
+from learnerkit import AccumMetric, Callback, DataLoaders, GradientAccumulation, Learner, distributed, mae
 
 pytestmark = pytest.mark.ranks(2, soak=[3])
 
-N = world.world_size()
+N = distributed.world_size()
 
 
 class Sums(nn.Module):
@@ -178,7 +178,7 @@ def test_a_list_in_turn_gives_each_rank_the_next_batch():
     learn = make("list", cbs=Callback(before_batch=lambda cb: seen.append(cb.batch_size if cb.training else None)))
     run(learn, split_batches=False)
     mine = [size for size in seen if size is not None]
-    wanted = [*SIZES, *[0] * (-len(SIZES) % N)][world.rank() :: N]
+    wanted = [*SIZES, *[0] * (-len(SIZES) % N)][distributed.rank() :: N]
     assert mine == 2 * wanted
 
 

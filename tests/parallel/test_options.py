@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import TensorDataset
 
-from learnerkit import Callback, DataLoaders, GradientAccumulation, Learner, world
+from learnerkit import Callback, DataLoaders, GradientAccumulation, Learner, distributed
 from learnerkit.utils import unwrap
 
 pytestmark = pytest.mark.ranks(2)
@@ -60,7 +60,7 @@ def seeded(model):
 def weights(learn):
     """The weights, which are the same on all ranks."""
     found = torch.cat([p.detach().reshape(-1) for p in learn.model.parameters()])
-    assert all(torch.equal(found, other) for other in world.all_gather(found)), "ranks have parted"
+    assert all(torch.equal(found, other) for other in distributed.all_gather(found)), "ranks have parted"
     assert all(p.grad is None for p in learn.model.parameters())
     return found
 
@@ -185,8 +185,8 @@ def test_r37_unused_parameters_are_found_and_named():
             with learn.distrib_ctx(split_batches=True, **options):
                 learn.fit(epochs)
         found = [str(w.message) for w in caught if "find_unused_parameters" in str(w.message)]
-        assert world.is_main() or not found
-        return found if world.is_main() else None
+        assert distributed.is_main() or not found
+        return found if distributed.is_main() else None
 
     message = "find_unused_parameters=True was chosen: the loss does not depend on spare.weight, spare.bias"
     assert told() in (None, [message])
@@ -211,7 +211,7 @@ def test_r37_unused_parameters_are_found_and_named():
 
 def test_torchs_own_warning_of_unused_parameters_is_not_printed(tmp_path):
     """It comes from C++, where all parameters are used after all."""
-    file = tmp_path / f"stderr-{world.rank()}"
+    file = tmp_path / f"stderr-{distributed.rank()}"
     before = os.dup(2)
     with file.open("w") as stderr:
         os.dup2(stderr.fileno(), 2)
@@ -303,7 +303,7 @@ def test_communication_hooks_come_near_the_exact_numbers(name, near):
         assert 1e-9 < off < near, off
         assert learn.recorder.values[-1][0] < 1.2 * loss, (learn.recorder.values[-1], loss)
         expected = f"comm_hook={name!r} rounds the gradients: the numbers are not those of one process any more"
-        assert told == ([expected] if world.is_main() else []), told
+        assert told == ([expected] if distributed.is_main() else []), told
 
 
 def test_an_unknown_communication_hook_is_refused():
@@ -359,7 +359,7 @@ def test_several_networks_with_batch_norm_on_an_uneven_last_batch():
     """The last batch has two samples, which one rank takes; the other one cannot do without samples either."""
     learn, told = trained(WithNorm(), wrap=("g", "d"), sync_bn=False)
     weights(learn)
-    assert all(world.same_everywhere(b.tolist()) for b in learn.model.buffers())
+    assert all(distributed.same_everywhere(b.tolist()) for b in learn.model.buffers())
     assert all(b.isfinite().all() for b in learn.model.buffers())
     assert not told
 
@@ -388,7 +388,7 @@ class Halved(Learner):
 def test_a_backward_of_ones_own_gets_the_exact_mean(kind):
     """A rank without data, which runs along, counts nothing."""
     cls, found = globals()[kind], []
-    for distributed in (False, True):
+    for on_ranks in (False, True):
         learn = make_learner(n=29, cls=cls)  # the last batch has one sample
         if cls is Halved:
             x, y = learn.dls.train_ds.tensors
@@ -397,7 +397,7 @@ def test_a_backward_of_ones_own_gets_the_exact_mean(kind):
             learn.loss_func = nn.CrossEntropyLoss(weight=torch.tensor([0.2, 2.0]).double())
         with warnings.catch_warnings(), learn.no_logging():
             warnings.filterwarnings("ignore", message=".* each train a whole copy")
-            if distributed:
+            if on_ranks:
                 learn.to_distributed(split_batches=True)
             learn.fit(2)
         found.append((weights(learn), torch.tensor(learn.recorder.values, dtype=torch.float64)))
@@ -421,6 +421,6 @@ def test_ddp_does_not_outlive_the_fit(options):
             kept = e
         assert (kept is None) == (cbs is None)
         with Collectives() as found:
-            learn.model(torch.ones(1, 4, dtype=torch.float64) * world.rank()).sum().backward()
+            learn.model(torch.ones(1, 4, dtype=torch.float64) * distributed.rank()).sum().backward()
         assert not found.counts, (cbs, found.counts)
-        assert not world.same_everywhere(learn.model.g.weight.grad.tolist())
+        assert not distributed.same_everywhere(learn.model.g.weight.grad.tolist())

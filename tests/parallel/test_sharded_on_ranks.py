@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 import learnerkit
-from learnerkit import Callback, DataLoaders, Event, GradientAccumulation, Learner, PeerError, world
+from learnerkit import Callback, DataLoaders, Event, GradientAccumulation, Learner, PeerError, distributed
 from learnerkit.events import INNER_EVENTS
 
 on_ranks = pytest.mark.ranks(2, slow=[3])
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:mixed precision with float16 is some 30 times slower",
 )
 
-RANK, N = world.rank(), world.world_size()
+RANK, N = distributed.rank(), distributed.world_size()
 LAST = N - 1
 OPTIONS = {"shard": True, "split_batches": True, "timeout": 60, "sync_bn": False}
 SOON = 15  # seconds; a second on an idle machine
@@ -129,12 +129,12 @@ def check_after(learn, took, where, alike=True):
     if alike:
         assert learn.shards is None, where
         facts = (str(weights(learn)), learn.recorder.values, learn.recorder.losses, learn.train_iter)
-        assert world.same_everywhere(facts), (where, facts)
+        assert distributed.same_everywhere(facts), (where, facts)
     learn.remove_cbs(Do)
     error, _ = fit(learn, 1)
     assert error is None, (where, repr(error))
     assert learn.shards is None
-    assert world.same_everywhere(str(weights(learn))), where
+    assert distributed.same_everywhere(str(weights(learn))), where
     assert all(p.isfinite().all() for p in weights(learn).values())
 
 
@@ -145,7 +145,7 @@ def cancel(kind, when, **options):
         where = (kind.__name__, event, training)
         learn = learner(cbs=Do(event, action, training=training), opt_func=optim.AdamW)
         error, took = fit(learn, **options)
-        errors = world.all_gather(type(error).__name__)
+        errors = distributed.all_gather(type(error).__name__)
         assert len(set(errors)) == 1, (where, errors, error)
         assert errors[0] in ("NoneType", kind.__name__), (where, errors, error)
         check_after(learn, took, where, alike=error is None)
@@ -388,7 +388,7 @@ class Experts(Net):
     def forward(self, x):
         h = self.first(x)
         for i, block in enumerate(self.blocks):
-            if i == 0 or world.rank() == 0:
+            if i == 0 or distributed.rank() == 0:
                 h = block(h)
         return self.head(h)
 
@@ -498,7 +498,7 @@ def test_pitfall(pitfall):
 @slow_on_ranks
 def test_p07_a_save_of_rank_0_alone_is_an_error_that_says_so():
     def save(cb):
-        if world.is_main():
+        if distributed.is_main():
             cb.learn.save("model")
 
     error, took = fit(learner(cbs=Callback(after_step=save)))
@@ -523,7 +523,9 @@ def test_p10_blocks_that_torch_compiles():
 
 @slow_on_ranks
 def test_p12_validation_by_rank_0_alone_ends_in_an_error():
-    error, _ = fit(learner(cbs=Callback(after_epoch=lambda cb: world.is_main() and cb.learn.validate())), timeout=8)
+    error, _ = fit(
+        learner(cbs=Callback(after_epoch=lambda cb: distributed.is_main() and cb.learn.validate())), timeout=8
+    )
     assert error is not None
 
 

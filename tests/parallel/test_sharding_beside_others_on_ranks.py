@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
 
-from learnerkit import DataLoaders, GradientAccumulation, GradientClip, Learner, accuracy, world
+from learnerkit import DataLoaders, GradientAccumulation, GradientClip, Learner, accuracy, distributed
 
 JOBS = ("plain", "uneven", "tied", "clipped", "accumulated", "frozen", "unfrozen", "not called", "called by some")
 
@@ -101,7 +101,7 @@ def trained(job):
 @pytest.mark.parametrize("job", mostly_soak(JOBS, "uneven", "tied", "clipped", "unfrozen", "called by some"))
 def test_sharded_ranks_equal_one_process(job):
     weights, values = trained(job)
-    with world.alone():
+    with distributed.alone():
         expected, expected_values = trained(job)
     assert values == pytest.approx(expected_values, abs=1e-12)
     for name, p in weights.items():

@@ -12,13 +12,13 @@ from helpers import mostly_slow
 from torch import nn
 from torch.utils.data import Dataset, get_worker_info
 
-from learnerkit import Callback, CancelFitException, DataLoaders, Learner, PeerError, world
+from learnerkit import Callback, CancelFitException, DataLoaders, Learner, PeerError, distributed
 from learnerkit.events import INNER_EVENTS
 
 on_ranks = pytest.mark.ranks(2, soak=[3])
 SLOW, SOAK = pytest.mark.slow, pytest.mark.soak
 
-RANK, N = world.rank(), world.world_size()
+RANK, N = distributed.rank(), distributed.world_size()
 LAST = N - 1
 SOON = 15  # seconds, where no rank waits for a timeout
 SAME = "every rank must make the same calls"
@@ -92,8 +92,8 @@ DIFFERENT = {
     "calls": lambda: dist.all_reduce(torch.ones(3)) if RANK else dist.barrier(),
     "pieces": lambda: dist.all_gather([torch.empty(2 + RANK) for _ in range(N)], torch.ones(2 + RANK)),
     "an object": lambda: objects() if RANK else dist.all_reduce(torch.ones(1)),
-    "ours": lambda: world.reduce(torch.ones(3 + RANK)),
-    "ours, calls": lambda: world.all_gather("a") if RANK else world.reduce(1.0),
+    "ours": lambda: distributed.reduce(torch.ones(3 + RANK)),
+    "ours, calls": lambda: distributed.all_gather("a") if RANK else distributed.reduce(1.0),
 }
 
 
@@ -118,15 +118,15 @@ MISSED = {
     "barrier": lambda learn: dist.barrier(),
     "broadcast": lambda learn: dist.broadcast(torch.ones(5), 0),
     "no wait": lambda learn: dist.all_reduce(torch.ones(3), async_op=True),
-    "world.reduce": lambda learn: world.reduce(1.0),
-    "world.all_gather": lambda learn: world.all_gather("a"),
+    "distributed.reduce": lambda learn: distributed.reduce(1.0),
+    "distributed.all_gather": lambda learn: distributed.all_gather("a"),
     "validate": lambda learn: learn.validate(),
 }
 PLACES = [
     ("before_fit", True), ("before_train", True), ("before_batch", True), ("after_loss", True), ("after_batch", True),
     ("after_batch", False), ("before_validate", False), ("after_epoch", True), ("after_fit", True),
 ]  # fmt: skip
-QUICK = [("world.reduce", "after_epoch", True)]
+QUICK = [("distributed.reduce", "after_epoch", True)]
 LATER = [("all_reduce", "after_batch", True), ("validate", "before_fit", True), ("objects", "after_loss", True)]
 
 
@@ -190,17 +190,17 @@ def test_ranks_that_make_different_runs_are_told_which(first, second):
 @pytest.mark.parametrize("who", [0, pytest.param(LAST, marks=SLOW)])
 @pytest.mark.parametrize("name", ["fit", pytest.param("get_preds", marks=SOAK), pytest.param("validate", marks=SLOW)])
 def test_a_run_of_one_rank_alone_ends_within_its_timeout(name, who):
-    key = f"test/{world.all_gather(time.monotonic_ns())[0]}"
+    key = f"test/{distributed.all_gather(time.monotonic_ns())[0]}"
     if who == RANK:
         error, took = run(make_learner(), lambda learn: getattr(learn, name)(*[1] * (name == "fit")), timeout=1)
-        world.store().set(key, "")
+        distributed.store().set(key, "")
         others = [str(rank) for rank in range(N) if rank != who]
         ranks = f"rank{'s' if N > 2 else ''} {', '.join(others)}"
         assert type(error) is PeerError, repr(error)
         assert str(error).startswith(f"rank {who} called {name} and waited 1 s for {ranks}; {SAME}")
         assert took < 1 + SOON
     else:
-        world.store().wait([key], timedelta(seconds=60))
+        distributed.store().wait([key], timedelta(seconds=60))
     goes_on()
 
 

@@ -9,11 +9,12 @@ from helpers import mostly_slow
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from learnerkit import Callback, CancelEpochException, DataLoaders, GradientAccumulation, Learner, accuracy, world
+from learnerkit import Callback, CancelEpochException, DataLoaders, GradientAccumulation, Learner, accuracy, distributed
+from learnerkit.distributed import facts
 
 pytestmark = pytest.mark.ranks(2, soak=[3])
 
-RANK, N = world.rank(), world.world_size()
+RANK, N = distributed.rank(), distributed.world_size()
 
 
 class Stream(IterableDataset):
@@ -79,13 +80,15 @@ def fit(learn, epochs=2, **options):
     with warnings.catch_warnings(record=True) as caught, learn.distrib_ctx(**options), learn.no_logging():
         warnings.simplefilter("always")
         learn.fit(epochs)
-    assert len(set(map(str, world.all_gather([p.tolist() for p in learn.model.parameters()])))) == 1, "ranks differ"
+    assert len(set(map(str, distributed.all_gather([p.tolist() for p in learn.model.parameters()])))) == 1, (
+        "ranks differ"
+    )
     return [str(w.message) for w in caught if "ended after step" in str(w.message)]
 
 
 def together(seen):
     """The samples of each step of all ranks."""
-    everyone = world.all_gather(seen.steps)
+    everyone = distributed.all_gather(seen.steps)
     assert len({len(steps) for steps in everyone}) == 1
     return [sorted(sum(ranks, [])) for ranks in zip(*everyone, strict=True)]
 
@@ -286,7 +289,7 @@ def test_validation_by_the_loader_of_training_is_not_cut_short_as_that_is():
     with torch.no_grad():
         x, y = map(torch.stack, zip(*learn.dls.train.dataset, strict=True))
         total = nn.functional.cross_entropy(learn.model(x), y, reduction="sum")
-    found = world.reduce(torch.stack([total, torch.tensor(len(y), dtype=total.dtype)]))
+    found = distributed.reduce(torch.stack([total, torch.tensor(len(y), dtype=total.dtype)]))
     assert learn.recorder.values[-1][1] == pytest.approx((found[0] / found[1]).item(), rel=1e-9)
 
 
@@ -298,7 +301,7 @@ def test_a_dataset_with_a_length_lets_schedules_run():
 
 
 def test_ranks_that_begin_with_the_same_data_are_told_that_these_are_not_parts():
-    world._warned.clear()
+    facts._warned.clear()
     with (
         pytest.warns(UserWarning, match="ranks 0, 1.* are the same.*leave sharded=True out")
         if RANK == 0

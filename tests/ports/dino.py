@@ -13,7 +13,17 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from learnerkit import EMA, Callback, DataLoaders, GradientClip, Learner, ParamScheduler, SchedCos, linear_warmup, world
+from learnerkit import (
+    EMA,
+    Callback,
+    DataLoaders,
+    GradientClip,
+    Learner,
+    ParamScheduler,
+    SchedCos,
+    distributed,
+    linear_warmup,
+)
 
 EPOCHS, BATCH, RATE, WARMUP = 4, 12, 2e-2, 0.2
 HEATS = 0.04, 0.05, 0.06, 0.07  # the teacher's temperature in each epoch
@@ -116,7 +126,7 @@ def hold_last_layer(cb):
 
 def move_centre(cb):
     _, advice = cb.pred
-    cb.model.centre.lerp_(world.reduce(advice.mean((0, 1)), "mean"), 0.1)
+    cb.model.centre.lerp_(distributed.reduce(advice.mean((0, 1)), "mean"), 0.1)
 
 
 def learner(*cbs):

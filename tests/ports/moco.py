@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from learnerkit import EMA, Callback, DataLoaders, Learner, SchedCos, world
+from learnerkit import EMA, Callback, DataLoaders, Learner, SchedCos, distributed
 
 EPOCHS, BATCH, QUEUE, MOMENTUM, HEAT, RATE = 4, 12, 48, 0.9, 0.2, 0.3
 
@@ -79,7 +79,7 @@ def contrast(pred):
 
 def enqueue(cb):
     queue, (_, keys) = cb.model.queue, cb.pred
-    queue.copy_(torch.cat([*world.all_gather(keys), queue])[:QUEUE])
+    queue.copy_(torch.cat([*distributed.all_gather(keys), queue])[:QUEUE])
 
 
 def learner(*cbs):

@@ -9,7 +9,7 @@ from helpers import read_report
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from learnerkit import Callback, DataLoaders, Learner, world
+from learnerkit import Callback, DataLoaders, Learner, distributed
 from learnerkit.inspection.undoing import held_tensors
 from learnerkit.preflight.prediction import Prediction, predict_memory
 from learnerkit.torch_internals import LiveBytes
@@ -29,7 +29,7 @@ class Asks(Callback):
         self.live.__enter__()
 
     def before_batch(self):
-        if self.iter == 3 and world.rank() == 1:  # the other rank need not come
+        if self.iter == 3 and distributed.rank() == 1:  # the other rank need not come
             self.live.__exit__(None, None, None)
             self.found = predict_memory(self.learn)
             self.live.__enter__()
@@ -50,7 +50,7 @@ def test_copies_of_gradients_count():
     learn, asks = learner(), Asks()
     with learn.distrib_ctx(), learn.no_logging(), learn.no_bar():
         learn.fit(1, cbs=asks)
-    if world.rank() == 1:
+    if distributed.rank() == 1:
         assert isinstance(asks.found, Prediction), asks.found
         assert asks.found.peak == pytest.approx(asks.live.peak, rel=0.1)
         assert asks.found.peak > predict_memory(learn).peak + 0.9 * asks.found.gradients
@@ -61,7 +61,7 @@ def test_of_a_sharded_model_the_parts_are_named_and_no_peak(given):
     learn = learner()
     with contextlib.redirect_stdout(io.StringIO()) as text, learn.distrib_ctx(shard=True):
         assert learn.check(memory=given)
-    if world.rank() == 0:
+    if distributed.rank() == 0:
         mark, found = read_report(text.getvalue())[0]["memory"]
         assert mark == ("--" if given else "ok")
         assert "on this rank, of 64.1 KB, 64.1 KB, 128 KB that are divided among 2 ranks" in found
@@ -72,7 +72,7 @@ def test_a_batch_that_does_not_fit_on_ranks():
     learn = learner()
     with contextlib.redirect_stdout(io.StringIO()) as text, learn.distrib_ctx():
         assert not learn.check(memory=300_000)
-    if world.rank() == 0:
+    if distributed.rank() == 0:
         mark, found = read_report(text.getvalue())[0]["memory"]
         assert mark == "!!"
         assert "8 samples take 334 KB" in found

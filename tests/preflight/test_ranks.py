@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 
-from learnerkit import Callback, DataLoaders, Learner, accuracy, unwrap, world
+from learnerkit import Callback, DataLoaders, Learner, accuracy, distributed, unwrap
 from learnerkit.preflight.ranks import check_distributed
 
 
@@ -210,7 +210,7 @@ class Noise(Callback):
         self.where = rank
 
     def after_step(self):
-        if world.rank() == self.where and self.iter == 2:
+        if distributed.rank() == self.where and self.iter == 2:
             with torch.no_grad():
                 unwrap(self.model)[0].bias.add_(0.1)
 
@@ -412,7 +412,7 @@ class Fails(Callback):
         self.how = how
 
     def after_batch(self):
-        if world.rank() == 1 and self.iter == 1:
+        if distributed.rank() == 1 and self.iter == 1:
             print("not seen")
             self.how()
 

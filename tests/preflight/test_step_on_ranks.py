@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from learnerkit import Callback, DataLoaders, GradientAccumulation, Learner, accuracy, world
+from learnerkit import Callback, DataLoaders, GradientAccumulation, Learner, accuracy, distributed
 
 pytestmark = pytest.mark.ranks(2)
 
@@ -26,8 +26,8 @@ def checked(learn, well, *words):
     """Every rank has this verdict; rank 0 says why."""
     with contextlib.redirect_stdout(io.StringIO()) as text, learn.distrib_ctx():
         found = learn.check()
-    assert world.all_gather(found) == [well] * 2, text.getvalue()
-    texts = world.all_gather(text.getvalue())
+    assert distributed.all_gather(found) == [well] * 2, text.getvalue()
+    texts = distributed.all_gather(text.getvalue())
     assert texts[1] == ""
     assert all(word in texts[0] for word in words), texts[0]
     assert type(learn.model) is nn.Sequential
@@ -49,7 +49,7 @@ def test_with_accumulation_all_is_well():
 
 
 def on_rank_1(right, wrong):
-    return wrong if world.rank() == 1 else right
+    return wrong if distributed.rank() == 1 else right
 
 
 class Picky(nn.Module):
@@ -67,7 +67,7 @@ class Picky(nn.Module):
 
 class Fails(Callback):
     def after_loss(self):
-        if world.rank() == 1:
+        if distributed.rank() == 1:
             raise KeyError("gone")
 
 
@@ -75,7 +75,7 @@ def fits(learn):
     """The ranks work together afterwards."""
     with learn.no_logging(), learn.distrib_ctx():
         learn.fit(1)
-    assert world.same_everywhere([p.sum().item() for p in learn.model.parameters()])
+    assert distributed.same_everywhere([p.sum().item() for p in learn.model.parameters()])
 
 
 def classes():
@@ -97,7 +97,7 @@ def test_targets_that_are_wrong_on_one_rank():
 
 def test_a_metric_that_fails_on_one_rank():
     def broken(pred, target):
-        if world.rank() == 1:
+        if distributed.rank() == 1:
             raise IndexError("no such thing")
         return accuracy(pred, target)
 
@@ -125,7 +125,7 @@ def test_a_callback_that_fails_on_one_rank():
 
 
 def test_a_model_that_fails_on_one_rank():
-    learn = learner(nn.Sequential(nn.Linear(4, 3), Picky(world.rank() == 1)))
+    learn = learner(nn.Sequential(nn.Linear(4, 3), Picky(distributed.rank() == 1)))
     checked(learn, False, "this input is not for me", "(rank 1)", "1 problem (errors.html#check-findings)\n")
     learn.model[1].fails = False
     checked(learn, True, "all is well")
@@ -146,7 +146,7 @@ def test_a_problem_of_all_ranks_is_said_once():
 def test_a_check_leaves_nothing_behind_that_changes_a_fit():
     found = []
     for first in (False, True):
-        torch.manual_seed(world.rank())
+        torch.manual_seed(distributed.rank())
         learn = learner()
         if first:
             checked(learn, True)

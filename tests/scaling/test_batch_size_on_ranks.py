@@ -9,7 +9,7 @@ from helpers import make_data, make_model, raises, same_weights, weights
 from torch import nn
 from torch.optim import SGD
 
-from learnerkit import Callback, DataLoaders, Learner, PeerError, world
+from learnerkit import Callback, DataLoaders, Learner, PeerError, distributed
 from learnerkit.scaling import batch_size
 
 pytestmark = [
@@ -31,7 +31,7 @@ def found(learn, memory=2**40, **kwargs):
 
 
 def test_the_ranks_agree_on_what_fits_on_all():
-    learn, rank = learner(), world.rank()
+    learn, rank = learner(), distributed.rank()
     before, state = weights(learn.model), torch.get_rng_state()
     gradients = sum(p.nbytes for p in learn.model.parameters())
     alone = found(learner())[0]
@@ -44,8 +44,8 @@ def test_the_ranks_agree_on_what_fits_on_all():
         assert (few.batch_size, few.effective, few.limit) == (32, 64, free.tried[32])
         assert few.tried[64] is None
         assert few.lr == pytest.approx(0.1 * 64 / 8)
-        assert out == (f"{few}\n" if world.is_main() else "")
-        assert world.same_everywhere(repr(few))
+        assert out == (f"{few}\n" if distributed.is_main() else "")
+        assert distributed.same_everywhere(repr(few))
         wanted, _ = found(learn, few.limit, bs=128)
         assert wanted.n_batches > 1
         assert 2 * wanted.batch_size * wanted.n_batches == wanted.effective
@@ -59,12 +59,12 @@ def test_the_ranks_agree_on_what_fits_on_all():
         split, _ = found(learn)
         assert (min(split.tried), split.batch_size, split.effective) == (2, 100, 200)
         learn.fit(1)
-    assert world.same_everywhere([p.tolist() for p in learn.model.parameters()])
+    assert distributed.same_everywhere([p.tolist() for p in learn.model.parameters()])
 
 
 def test_an_error_on_one_rank_is_one_on_all():
     def fail(cb):
-        if world.rank() == 1 and cb.batch_size == 8:
+        if distributed.rank() == 1 and cb.batch_size == 8:
             raise OSError("the disk is full")
 
     def talk(cb):
@@ -72,7 +72,9 @@ def test_an_error_on_one_rank_is_one_on_all():
 
     learn = learner(cbs=(cb := Callback(after_loss=fail)))
     with learn.distrib_ctx():
-        kind, says = (OSError, "the disk is full") if world.rank() else (PeerError, "as rank 1 failed: OSError: the")
+        kind, says = (
+            (OSError, "the disk is full") if distributed.rank() else (PeerError, "as rank 1 failed: OSError: the")
+        )
         with raises(kind, says):
             found(learn)
         learn.remove_cb(cb)

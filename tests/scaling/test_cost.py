@@ -17,7 +17,7 @@ from rank_pool import Ranks
 from scaling_jobs import make_learner
 from torch import nn
 
-from learnerkit import Callback, DataLoaders, Learner, ScalingReport, world
+from learnerkit import Callback, DataLoaders, Learner, ScalingReport, distributed
 from learnerkit.scaling.cost import StepCost, cost_in_forks, cost_of_one, cost_on_ranks
 from learnerkit.scaling.links import Link, all_reduce_seconds
 from learnerkit.scaling.trials import Pace, pace
@@ -73,8 +73,8 @@ def test_the_link_is_measured_with_the_largest_bucket_on_all_machines(monkeypatc
     learn.model = nn.Sequential(*(nn.Linear(1000, 1000, bias=False) for _ in range(10)))
     asked = []
     monkeypatch.setattr("learnerkit.scaling.cost.measure_link", lambda device, sizes: asked.append(sizes) or LINK)
-    monkeypatch.setattr("learnerkit.scaling.cost.world.world_size", lambda: 5)
-    monkeypatch.setattr("learnerkit.scaling.cost.world.broadcast", lambda value: value)
+    monkeypatch.setattr("learnerkit.scaling.cost.distributed.world_size", lambda: 5)
+    monkeypatch.setattr("learnerkit.scaling.cost.distributed.broadcast", lambda value: value)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")  # and 2 on the other machine
     found = cost_on_ranks(learn, Pace(0.1, 40), 0.05, None, None)
     assert asked == [(1 << 10, max(found.sent) // 4, max(found.sent))]
@@ -176,7 +176,7 @@ def test_ranks_measure_it_themselves():
         report = learn.scaling_report(5, advice=False)
     found = report.cost
     assert (found.ranks, found.machines, found.batch) == (2, 1, 8)
-    assert world.same_everywhere(report.to_json())
+    assert distributed.same_everywhere(report.to_json())
     travels = sum(all_reduce_seconds(size, 2, found.link) for size in found.sent)
     assert found.together + travels + found.beyond == pytest.approx(report.seconds)
     assert sum(found.sent) == report.gradient_bytes

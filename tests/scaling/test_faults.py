@@ -6,7 +6,7 @@ import time
 import pytest
 from scaling_jobs import PART_OF, Took, make_learner
 
-from learnerkit import Callback, world
+from learnerkit import Callback, distributed
 from learnerkit.scaling.making import Making
 from learnerkit.scaling.parts import REDUCE, SKIPPED
 
@@ -59,14 +59,14 @@ def measured(fault, rank=None, **options):
     notes = Notes(learn)
     with learn.distrib_ctx():
         report = Making(learn, STEPS, 60.0).measure_parts()
-    walls, took = zip(*world.all_gather(notes.of(0)), strict=True)
+    walls, took = zip(*distributed.all_gather(notes.of(0)), strict=True)
     misses = [sum(part[r] for part in report.parts.values()) / wall - 1 for r, wall in enumerate(walls)]
     return report, took, max(misses, key=abs)
 
 
 def show(*columns):
     """Print a line."""
-    if world.is_main():
+    if distributed.is_main():
         print("  ".join(columns), flush=True)
 
 
@@ -124,8 +124,8 @@ def test_a_model_too_small_to_be_worth_it_is_told(options):
     with learn.distrib_ctx():
         report = learn.scaling_report(STEPS, advice=False, show=False)
     # The last two trials but for a step that is tried: alone with one thread, and with one for each core.
-    alone = world.broadcast(min(notes.of(begin)[0] for begin in (-2 * DUE - SKIPPED - 2, -DUE)))
-    pair = max(seconds for seconds, _ in world.all_gather(notes.of(DUE)))
+    alone = distributed.broadcast(min(notes.of(begin)[0] for begin in (-2 * DUE - SKIPPED - 2, -DUE)))
+    pair = max(seconds for seconds, _ in distributed.all_gather(notes.of(DUE)))
     show(f"small {named(options)}: efficiency {report.efficiency:.1%}, by the test's clock {alone / pair:.1%}")
     assert report.slowest is None
     assert "one process does as well" in str(report)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from learnerkit import world
+from learnerkit import distributed
 from learnerkit.scaling import links
 from learnerkit.scaling.links import Link, all_reduce_seconds, ddp_buckets, measure_link
 
@@ -20,8 +20,8 @@ CPU = torch.device("cpu")
 
 @pytest.mark.ranks(2, soak=[4])
 def test_a_known_link_is_found(monkeypatch):
-    n, true = world.world_size(), Link(2e-3 / world.world_size(), 1e8)
-    sizes, group, real, asked = (1 << 10, 1 << 17, 1 << 20), world.group("gradients"), dist.all_reduce, []
+    n, true = distributed.world_size(), Link(2e-3 / distributed.world_size(), 1e8)
+    sizes, group, real, asked = (1 << 10, 1 << 17, 1 << 20), distributed.group("gradients"), dist.all_reduce, []
 
     def slow(x, *args, **kwargs):
         if kwargs.get("group") is not group:
@@ -33,7 +33,7 @@ def test_a_known_link_is_found(monkeypatch):
     monkeypatch.setattr(links, "SECONDS", 0.1)
     found = measure_link(CPU, sizes)
     assert found[:2] == pytest.approx(true[:2], rel=0.3)
-    assert world.same_everywhere(found)
+    assert distributed.same_everywhere(found)
     assert asked == [*sizes] * (links.WARM + links.LEAST)
 
 
@@ -42,7 +42,7 @@ def test_the_real_link_is_measured_in_a_second_or_two():
     start = time.monotonic()
     found = measure_link(CPU)
     assert time.monotonic() - start < 60  # on an idle machine 1.5
-    assert world.same_everywhere(found)
+    assert distributed.same_everywhere(found)
     assert 1e-6 < found.latency < 1
     assert 1e6 < found.bandwidth <= math.inf
     assert found.error < 5
@@ -77,7 +77,7 @@ def buckets(model, **options):
 @pytest.mark.ranks(2)
 def test_gradients_are_cut_into_buckets_as_ddp_cuts_them():
     for widths, cap in (((784, 800, 512, 40), None), ((784, 800, 512, 40), 2), ((600,) * 9, 3), ((32, 64, 10), None)):
-        step, ddp = training_step(widths, bucket_cap_mb=cap, process_group=world.group("gradients"))
+        step, ddp = training_step(widths, bucket_cap_mb=cap, process_group=distributed.group("gradients"))
         seen = []
 
         def hook(state, bucket, seen=seen):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from helpers import mostly_slow
 from scaling_jobs import BYTES_PER_SECOND, PART_OF, SECONDS, make_learner
 
-from learnerkit import Callback, PeerError, world
+from learnerkit import Callback, PeerError, distributed
 from learnerkit.scaling.making import Making
 from learnerkit.scaling.parts import REDUCE
 
@@ -26,7 +26,7 @@ def parts_of(learn, n=8, **kwargs):
 def report_of(learn, n=5, **kwargs):
     with contextlib.redirect_stdout(io.StringIO()) as text, learn.distrib_ctx():
         report = learn.scaling_report(n, **kwargs)
-    assert text.getvalue().strip() == (str(report).strip() if world.is_main() else "")
+    assert text.getvalue().strip() == (str(report).strip() if distributed.is_main() else "")
     return report
 
 
@@ -52,7 +52,7 @@ def test_the_slow_rank_and_its_cause_are_named(fault, rank):
 @SLOW
 def test_the_slow_rank_is_named_where_the_others_wait_in_another_collective():
     learn = make_learner("dataset")
-    learn.add_cb(Callback(after_loss=lambda cb: world.reduce(cb.learn.loss, "mean")))
+    learn.add_cb(Callback(after_loss=lambda cb: distributed.reduce(cb.learn.loss, "mean")))
     found = None
     for _ in range(3):  # on a busy machine it may look like chance
         found = found or parts_of(learn).slowest
@@ -81,7 +81,7 @@ def test_slow_links_are_no_slow_rank_and_what_helps_is_found():
     assert report.efficiency < 0.7
     assert dict(report.helps)["GradientAccumulation(n_batches=4)"] > 0.5
     assert "a free network would save" in str(report)
-    assert world.same_everywhere(report.to_json())
+    assert distributed.same_everywhere(report.to_json())
 
 
 @pytest.mark.slow
@@ -104,20 +104,23 @@ def test_everything_is_as_it_was_on_each_rank():
         with learn.no_logging():
             learn.fit(1)
     flat = torch.cat([p.detach().reshape(-1) for p in learn.model.parameters()])
-    assert world.same_everywhere(flat.tolist())
+    assert distributed.same_everywhere(flat.tolist())
 
 
 @pytest.mark.slow
 def test_an_error_on_one_rank_ends_the_report_on_all_and_leaves_nothing():
     def fail(cb):
-        if world.rank() == 1 and cb.train_iter == 5:
+        if distributed.rank() == 1 and cb.train_iter == 5:
             raise OSError("the disk is full")
 
     learn = make_learner()
     before = {k: v.clone() for k, v in learn.model.state_dict().items()}
     with learn.distrib_ctx():
         failing = Callback(after_batch=fail)
-        with learn.added_cbs(failing), pytest.raises(OSError if world.rank() else PeerError, match="the disk is full"):
+        with (
+            learn.added_cbs(failing),
+            pytest.raises(OSError if distributed.rank() else PeerError, match="the disk is full"),
+        ):
             learn.scaling_report(2)
         assert all(torch.equal(before[k], v) for k, v in learn.model.state_dict().items())
         assert learn.opt is None

@@ -7,7 +7,7 @@ import pytest
 from helpers import ROOT, python, raises
 from scaling_jobs import make_learner as job
 
-from learnerkit import Callback, ScalingMonitor, world
+from learnerkit import Callback, ScalingMonitor, distributed
 
 
 def rows_of(learn, **kwargs):
@@ -36,14 +36,14 @@ def test_it_is_refused_without_a_number_of_steps():
 
 @pytest.mark.ranks(2, soak=[4])
 def test_the_slowest_rank_is_a_column():
-    slow = world.world_size() - 1
-    learn = job("backward", rank=slow, n=64 * world.world_size())
+    slow = distributed.world_size() - 1
+    learn = job("backward", rank=slow, n=64 * distributed.world_size())
     with learn.distrib_ctx():
         row = rows_of(learn, every=4)
     assert row["slowest_rank"] == slow
-    assert row["waiting"] == pytest.approx(slow / world.world_size(), abs=0.25)  # all but that one
-    assert 0.1 < row["samples_per_second"] / (8 * world.world_size() / 0.03) < 1.01
-    assert world.same_everywhere(row)
+    assert row["waiting"] == pytest.approx(slow / distributed.world_size(), abs=0.25)  # all but that one
+    assert 0.1 < row["samples_per_second"] / (8 * distributed.world_size() / 0.03) < 1.01
+    assert distributed.same_everywhere(row)
 
 
 @pytest.mark.soak

@@ -9,7 +9,14 @@ from noise_jobs import Batches, exact, make_data, make_learner, make_model, reco
 from torch import nn
 from torch.utils.data import RandomSampler
 
-from learnerkit import Callback, CancelBatchException, GradientAccumulation, GradientNoiseScale, MixedPrecision, world
+from learnerkit import (
+    Callback,
+    CancelBatchException,
+    GradientAccumulation,
+    GradientNoiseScale,
+    MixedPrecision,
+    distributed,
+)
 
 pytestmark = [
     pytest.mark.ranks(2, soak=[4]),
@@ -30,7 +37,7 @@ def measured(cbs=(), alone=False, epochs=2, every=1, context=(), **kwargs):
 
 
 def test_the_same_parts_give_the_same_as_on_one_process():
-    ranks = world.world_size()
+    ranks = distributed.world_size()
     loader = {"shuffle": True, "drop_last": True}
     _, one = measured([GradientAccumulation(n_batches=8)], alone=True, batch_size=8, **loader)
     cbs = [GradientAccumulation(n_batches=8 // ranks)]
@@ -39,7 +46,7 @@ def test_the_same_parts_give_the_same_as_on_one_process():
     torch.testing.assert_close(shown(several), shown(one), rtol=1e-9, atol=1e-12)
     assert several.value == pytest.approx(one.value, rel=1e-9)
     assert several.error == pytest.approx(one.error, rel=1e-6)
-    assert len(set(world.all_gather(several.value))) == 1
+    assert len(set(distributed.all_gather(several.value))) == 1
 
 
 @pytest.mark.slow
@@ -111,10 +118,10 @@ def test_half_precision(mode):
 def test_a_batch_that_one_rank_leaves_is_no_part():
     class Leave(Callback):
         def after_loss(self):
-            if world.rank() == 1 and self.iter % 3 == 1:
+            if distributed.rank() == 1 and self.iter % 3 == 1:
                 raise CancelBatchException
 
-    ranks = world.world_size()
+    ranks = distributed.world_size()
     _, scale = measured([Leave()], data=make_data(24 * ranks), batch_size=4 * ranks)
     parts = {row.step: (row.parts, row.samples) for row in scale._rows}
     whole, less = (ranks, 4 * ranks), (ranks - 1, 4 * ranks - 4)
@@ -141,14 +148,14 @@ def test_what_it_refuses():
 
 def test_the_state_of_other_ranks_is_taken_over():
     _, scale = measured([GradientAccumulation(n_batches=2)], batch_size=8, epochs=1)
-    mine = [[0, 2.0, 1, 4, 4, 4, 0.5 if world.rank() else float("nan")]]
+    mine = [[0, 2.0, 1, 4, 4, 4, 0.5 if distributed.rank() else float("nan")]]
     state = {
         "steps": 9,
         "value": 1.0,
         "error": 0.1,
         "rows": [],
-        "ranks": world.all_gather(mine) + [[[0, 1.0, 1, 2, 2, 2, 0.5]]],
+        "ranks": distributed.all_gather(mine) + [[[0, 1.0, 1, 2, 2, 2, 0.5]]],
     }
     scale.load_state_dict(state)
-    own = world.all_gather(scale.state_dict()["own"])
-    assert [len(rows) for rows in own] == [world.world_size() + 1] + [0] * (world.world_size() - 1)
+    own = distributed.all_gather(scale.state_dict()["own"])
+    assert [len(rows) for rows in own] == [distributed.world_size() + 1] + [0] * (distributed.world_size() - 1)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import SGD
 from torch.utils.data import DataLoader, IterableDataset
 
-from learnerkit import Callback, DataLoaders, GradientAccumulation, Learner, linear_warmup, scaled_lr, world
+from learnerkit import Callback, DataLoaders, GradientAccumulation, Learner, distributed, linear_warmup, scaled_lr
 
 pytestmark = pytest.mark.ranks(2, soak=[3])
 
@@ -43,7 +43,7 @@ CASES = {
 @pytest.mark.parametrize("name", mostly_slow(CASES, "rows, two batches", slow=["a stream"]))
 def test_a_step_is_said_once_by_rank_0(name, split):
     stream, group = CASES[name]
-    n, learn, seen = world.world_size(), learner(stream), []
+    n, learn, seen = distributed.world_size(), learner(stream), []
     whole = 8 if split else 8 * n
     batches = group.get("n_batches") or -(-group.get("n_samples", 1) // whole)
     assert learn.effective_batch_size == 8  # outside
@@ -58,14 +58,14 @@ def test_a_step_is_said_once_by_rank_0(name, split):
 
         learn.fit(1, 0.01, cbs=[*cbs, Shares()])
     step = whole * batches
-    assert sum(world.all_gather(sum(seen[:batches]))) == step
+    assert sum(distributed.all_gather(sum(seen[:batches]))) == step
     text = f"8 (cut for {n} processes)" if split else f"8 x {n} processes"
     text += f" x {batches} batches" if batches > 1 else ""
-    assert out == (f"{text} = {step} samples a step\n" if world.is_main() else "")
+    assert out == (f"{text} = {step} samples a step\n" if distributed.is_main() else "")
 
 
 def test_rates_are_those_of_the_whole_step():
-    n, found = world.world_size(), {}
+    n, found = distributed.world_size(), {}
     for split in (False, True):
         learn = learner()
         with learn.no_logging(), learn.distrib_ctx(split_batches=split):
@@ -78,13 +78,13 @@ def test_rates_are_those_of_the_whole_step():
         said = (
             f"learning rate 0.01 x {factor} = {0.01 * factor}: {8 * factor} samples a step, rather than 8 (linear rule"
         )
-        assert (said in out) == world.is_main(), out
+        assert (said in out) == distributed.is_main(), out
     assert found == {False: pytest.approx(0.01 * n), True: pytest.approx(0.01)}
 
 
 def test_lr_find_says_where_its_rates_hold():
-    n, learn = world.world_size(), learner()
+    n, learn = distributed.world_size(), learner()
     with learn.no_logging(), learn.no_bar(), learn.distrib_ctx():
         out = printed(lambda: learn.lr_find(num_it=12, show_plot=False))
     said = f"these rates hold at {8 * n} samples a step, 8 x {n} processes"
-    assert (said in out) == world.is_main(), out
+    assert (said in out) == distributed.is_main(), out

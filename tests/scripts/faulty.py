@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, get_worker_info
 
-from learnerkit import Callback, CancelFitException, DataLoaders, Learner, mae, set_seed, unwrap, world
+from learnerkit import Callback, CancelFitException, DataLoaders, Learner, distributed, mae, set_seed, unwrap
 from learnerkit.data.batches import tensors_in
 
 EPOCHS, STEPS, BATCH = 10, 10, 8  # a batch for each of two ranks
@@ -124,14 +124,14 @@ class Saves(Callback):
 
     def before_epoch(self):
         if self.streams is not None:  # not earlier: the samples' order hangs on the seed that a fit begins with
-            torch_state, python_state = self.streams[world.rank()]
+            torch_state, python_state = self.streams[distributed.rank()]
             torch.set_rng_state(torch_state)
             random.setstate(python_state)
             self.streams = None
 
     def after_epoch(self):
-        streams = world.all_gather((torch.get_rng_state(), random.getstate()))  # every rank must reach this
-        if world.is_main():
+        streams = distributed.all_gather((torch.get_rng_state(), random.getstate()))  # every rank must reach this
+        if distributed.is_main():
             model, opt = unwrap(self.model).state_dict(), self.opt.state_dict()
             torch.save({"model": model, "opt": opt, "streams": streams, "epochs": self.epoch + 1}, "saving.pth")
             os.replace("saving.pth", SAVED)
@@ -159,7 +159,7 @@ def train(opt: str) -> Learner:
     if saved["epochs"]:
         model.load_state_dict(saved["model"])
         learn.opt.load_state_dict(saved["opt"])
-    world.barrier()  # so that no rank is late for the fit, however long the imports have taken on a busy machine
+    distributed.barrier()  # so that no rank is late for the fit, however long the imports have taken on a busy machine
     with learn.distrib_ctx():
         learn.fit(EPOCHS, cbs=[Faults(), Saves(saved["streams"])], start_epoch=saved["epochs"])
     return learn

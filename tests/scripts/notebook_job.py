@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from learnerkit import Callback, DataLoaders, Learner, accuracy, set_seed, world
+from learnerkit import Callback, DataLoaders, Learner, accuracy, distributed, set_seed
 
 
 class Draws(Callback):
@@ -18,7 +18,7 @@ class Draws(Callback):
         self.drawn = []
 
     def after_fit(self):
-        self.drawn.append([round(x, 9) for x in world.all_gather(float(torch.rand(())))])
+        self.drawn.append([round(x, 9) for x in distributed.all_gather(float(torch.rand(())))])
 
 
 set_seed(3)
@@ -40,7 +40,7 @@ with learn.distrib_ctx(*map(int, sys.argv[2:])):
     facts.append(learn.recorder.values)
     facts.append(learn.validate())
     facts.append([x.tolist() for x in learn.get_preds()])
-    if world.is_main():
+    if distributed.is_main():
         facts += [p.tolist() for p in learn.model.parameters()]
         facts += [draws.drawn, float(torch.rand(()))]
         with open(sys.argv[1], "w") as file:

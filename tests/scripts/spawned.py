@@ -11,7 +11,7 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from learnerkit import DataLoaders, Learner, world
+from learnerkit import DataLoaders, Learner, distributed
 
 
 def make_learner() -> Learner:
@@ -31,14 +31,18 @@ def work(rank: int, n: int, file: str) -> None:
     assert "python -m learnerkit.launch --nproc N script.py" in told
     warnings.simplefilter("error")
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=n)
-    assert (world.rank(), world.world_size(), world.local_rank()) == (rank, n, rank % max(1, torch.cuda.device_count()))
+    assert (distributed.rank(), distributed.world_size(), distributed.local_rank()) == (
+        rank,
+        n,
+        rank % max(1, torch.cuda.device_count()),
+    )
     learn = make_learner()
     with learn.distrib_ctx(), learn.no_logging():
         learn.fit(1)
         preds, _ = learn.get_preds()
-    assert world.same_everywhere([p.tolist() for p in learn.model.parameters()])
+    assert distributed.same_everywhere([p.tolist() for p in learn.model.parameters()])
     assert len(preds) == 23
-    if world.is_main():
+    if distributed.is_main():
         print("spawned well")
     dist.barrier()  # nobody leaves while another still reads
     dist.destroy_process_group()

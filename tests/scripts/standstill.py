@@ -10,14 +10,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from learnerkit import Callback, DataLoaders, Learner, world
+from learnerkit import Callback, DataLoaders, Learner, distributed
 
 HOW, WHO = sys.argv[1], int(sys.argv[2])
 
 
 class Standstill(Callback):
     def before_batch(self):
-        if self.training and self.train_iter == 5 and world.rank() == WHO:
+        if self.training and self.train_iter == 5 and distributed.rank() == WHO:
             if HOW == "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
             elif HOW == "slow":
@@ -35,6 +35,6 @@ learn = Learner(
     cbs=Standstill(),
 )
 learn.create_opt()  # with the first optimizer torch imports its compiler, on a busy machine for more than 4 s
-world.barrier()  # so that no rank is late for the fit
+distributed.barrier()  # so that no rank is late for the fit
 with learn.distrib_ctx(timeout=4, split_batches=True, sync_bn=False):
     learn.fit(3)

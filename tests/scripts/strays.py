@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from learnerkit import Callback, DataLoaders, Learner, world
+from learnerkit import Callback, DataLoaders, Learner, distributed
 
 RANK, TIMEOUT = int(os.environ["RANK"]), 3.0
 
@@ -43,7 +43,7 @@ def alone(who: int, then=lambda: None) -> None:
 def own_group() -> None:
     """Ranks that joined by themselves train, and one makes calls of its own."""
     dist.init_process_group("gloo")
-    world.barrier()
+    distributed.barrier()
     train(learn)
     learn.add_cb(mid_fit(lambda: dist.all_reduce(torch.ones(100_000))))
     train(learn)
@@ -80,7 +80,7 @@ CASES = {
     "alone-1": lambda: alone(1),
     "alone-0-sleep": lambda: alone(0, lambda: time.sleep(600)),
     "alone-1-sleep": lambda: alone(1, lambda: time.sleep(600)),
-    "alone-0-elsewhere": lambda: alone(0, world.barrier),
+    "alone-0-elsewhere": lambda: alone(0, distributed.barrier),
     "second-0": lambda: second_alone(0),
     "second-1": lambda: second_alone(1),
     "own-group": own_group,
@@ -96,6 +96,6 @@ data = TensorDataset(x, (x.sum(1) > 0).long())
 learn = Learner(DataLoaders.from_datasets(data, data, bs=4, device="cpu"), nn.Linear(4, 2), nn.CrossEntropyLoss())
 learn.create_opt()  # with the first optimizer torch imports its compiler
 if not sys.argv[1].startswith(("alone", "own")):
-    world.barrier()  # so that no rank is late for the fit, however long the imports have taken on a busy machine
+    distributed.barrier()  # so that no rank is late for the fit, however long the imports have taken on a busy machine
 CASES[sys.argv[1]]()
 print(f"rank {RANK} is through", flush=True)

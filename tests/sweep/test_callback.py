@@ -9,7 +9,7 @@ import pytest
 from helpers import make_learner
 from sweep_searches import Search, states, write_config
 
-from learnerkit import CheckpointCallback, sweep, world
+from learnerkit import CheckpointCallback, distributed, sweep
 from learnerkit.sweep.callback import Pruned
 from learnerkit.sweep.config import make_config
 from learnerkit.sweep.script import PARAMS, TRIAL
@@ -116,11 +116,11 @@ def test_all_ranks_leave_at_the_same_epoch(tmp_path):
     folder = tmp_path / "search"
     config = make_config(CONFIG | {"pruner": {"name": "Threshold", "upper": 0.0, "n_warmup_steps": 1}})
     run = None
-    if world.is_main():
+    if distributed.is_main():
         study = Study(folder, config)
         (folder / "sweep.json").write_text(json.dumps({"config": config.data}))
         run = study.take()
-    place = world.broadcast(run and {"folder": str(folder), "trial": run.trial, "metric": "valid_loss"})
+    place = distributed.broadcast(run and {"folder": str(folder), "trial": run.trial, "metric": "valid_loss"})
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(TRIAL, json.dumps(place))
         learn = make_learner(cbs=sweep.report("valid_loss"))
@@ -128,7 +128,7 @@ def test_all_ranks_leave_at_the_same_epoch(tmp_path):
     with learn.distrib_ctx(), pytest.raises(Pruned):
         learn.fit(4)
     assert learn.model is model
-    assert world.all_gather((len(learn.recorder.values), learn.train_iter)) == [(2, learn.train_iter)] * 2
+    assert distributed.all_gather((len(learn.recorder.values), learn.train_iter)) == [(2, learn.train_iter)] * 2
     if run is not None:
         assert study.reported(run)[1]
         assert list(study._trials()[0].intermediate_values) == [0, 1]

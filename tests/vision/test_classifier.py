@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 from torchvision import models
 
-from learnerkit import Callback, DataLoaders, Learner, accuracy, set_seed, world
+from learnerkit import Callback, DataLoaders, Learner, accuracy, distributed, set_seed
 from learnerkit.datasets import fashion_mnist_sample
 from learnerkit.vision import ConcatPool, Normalize, create_head, split_layers, vision_learner
 
@@ -557,14 +557,14 @@ def test_two_ranks_fine_tune_alike(network):
     """Frozen first, and then whole."""
     data = TensorDataset(torch.rand(28, 3, 32, 32), torch.arange(28) % 3)
     dls = DataLoaders.from_datasets(data, data, bs=8, device="cpu")
-    set_seed(world.rank())  # heads that start differently: rank 0's is everybody's
+    set_seed(distributed.rank())  # heads that start differently: rank 0's is everybody's
     learn, trained = vision_learner(dls, NETWORKS[network], 3, pretrained=True), []
     before = weights(learn.model)
     look = Callback(before_train=lambda cb: trained.append(sum(p.requires_grad for p in cb.model.parameters())))
     with learn.distrib_ctx(split_batches=True, sync_bn=False), learn.no_logging():
         learn.fine_tune(1, cbs=look)
     assert trained[0] < trained[1] == len(list(learn.model.parameters())), trained
-    assert world.same_everywhere([p.tolist() for p in learn.model.parameters()])
+    assert distributed.same_everywhere([p.tolist() for p in learn.model.parameters()])
     assert all(not torch.equal(before[name], p) for name, p in learn.model.named_parameters())
     assert all(torch.isfinite(torch.tensor(learn.recorder.losses)))
 

@@ -1,0 +1,401 @@
+"""Collectives, which every rank must reach in the same order; on one process each is the identity."""
+
+import functools
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from datetime import timedelta
+from itertools import accumulate, groupby
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from learnerkit.distributed import seeds
+from learnerkit.distributed.facts import PeerError, default_device, is_joined, is_main, local_rank, rank, world_size
+from learnerkit.distributed.meeting import await_all, count_call, group, join, store
+from learnerkit.endings import may_follow
+from learnerkit.torch_internals import CollectiveRefusal
+from learnerkit.utils import digests
+
+T = TypeVar("T")
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+def _wire(x: Tensor) -> Tensor:
+    """`x` where the process group can take it: as it is, or on the accelerator for a group that knows no CPU."""
+    backends = dist.get_backend_config() if x.device.type == "cpu" else ""
+    return x.to(default_device()) if backends and "cpu" not in backends else x
+
+
+_refused_in: ContextVar[tuple[str, str] | None] = ContextVar("silent", default=None)
+
+
+@contextmanager
+def no_collectives(where: str, why: str = "") -> Iterator[None]:
+    """Refuse collectives in here, naming `where`.
+
+    Args:
+        where: what runs in here.
+        why: by default that the other ranks may not come, and this one would wait for ever.
+    """
+    token = _refused_in.set((where, why))
+    try:
+        with CollectiveRefusal(functools.partial(_refusal, (where, why))) if is_joined() else nullcontext():
+            yield
+    finally:
+        _refused_in.reset(token)
+
+
+def _refusal(refused: tuple[str, str], what: str) -> RuntimeError:
+    where, why = refused
+    why = why or (
+        "the other ranks may not come here (after a failure, or because it runs on rank 0 alone), so it would wait for "
+        "ever; communicate in an event that all ranks reach"
+    )
+    return RuntimeError(f"{where} called {what}: {why} (errors.html#collective-refused)")
+
+
+@contextmanager
+def _within(variable: ContextVar[T], value: T) -> Iterator[None]:
+    """Give a context variable a value in here."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+_before_collective: ContextVar[Callable[[], None] | None] = ContextVar("before_collective", default=None)
+
+
+def before_collective(call: Callable[[], None] | None) -> AbstractContextManager[None]:
+    """Call `call()` before each collective in here; it can keep this rank from entering by an exception."""
+    return _within(_before_collective, call)
+
+
+_none_moves: ContextVar[Callable[[], bool] | None] = ContextVar("none_moves", default=None)
+
+
+def noticing_standstills(none_moves: Callable[[], bool]) -> AbstractContextManager[None]:
+    """End the wait in `meet` in here where `none_moves()` tells that all other ranks wait, too."""
+    return _within(_none_moves, none_moves)
+
+
+_around_collective: ContextVar[Callable[[], AbstractContextManager]] = ContextVar("around", default=nullcontext)
+
+
+def around_collectives(context: Callable[[], AbstractContextManager]) -> AbstractContextManager[None]:
+    """Enter `context()` for each collective of this module in here, to measure how long this rank waits in it."""
+    return _within(_around_collective, context)
+
+
+@contextmanager
+def grouped_collectives() -> Iterator[None]:
+    """Make several collectives one group: whether all ranks come is asked once, before the first."""
+    call = _before_collective.get()
+    if call is not None and world_size() > 1 and not _refused_in.get():
+        call()
+    with before_collective(None):
+        yield
+
+
+def _has_peers(what: str, waits: bool = True) -> bool:
+    """Tell whether there are other ranks for a collective; join them first.
+
+    Args:
+        what: the collective's name.
+        waits: whether every rank waits for the others in it.
+
+    Raises:
+        RuntimeError: inside `no_collectives`.
+    """
+    if world_size() == 1:
+        return False
+    if refused := _refused_in.get():
+        raise _refusal(refused, f"distributed.{what}")
+    join(what=f"distributed.{what}")
+    if waits and (call := _before_collective.get()) is not None:
+        call()
+    return True
+
+
+MISMATCH = "mismatch between collectives"  # in torch's error
+
+SAME_CALLS = "every rank must make the same calls, with tensors of one shape and type, in the same order"
+
+
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Say of an error of torch.distributed's what it means: torch tells of connections and fingerprints."""
+    try:
+        with _around_collective.get()():
+            yield
+    except RuntimeError as e:
+        text = str(e)
+        if MISMATCH in text:
+            e.add_note(SAME_CALLS)
+        if may_follow(e):
+            raise PeerError(
+                f"rank {rank()} called distributed.{what}, but another rank has ended, failed, or did not come; every "
+                f"rank must make the same calls, in the same order ({text}) (errors.html#peers)"
+            ) from e
+        raise
+
+
+def meet(what: str, timeout: float = 60.0) -> None:
+    """Wait until every rank has made the same call.
+
+    Args:
+        what: the call.
+        timeout: seconds to wait.
+
+    Raises:
+        PeerError: some ranks did not come; the text names them.
+    """
+    if _has_peers(what):
+        counter = f"learnerkit/meet/{what}/{rank()}"
+        met = store().add(counter, 0)  # a call to which others did not come does not count
+        await_all(dist.PrefixStore(f"learnerkit/met/{what}/{met}", store()), what, timeout, _none_moves.get())
+        store().add(counter, 1)
+
+
+def barrier() -> None:
+    """Wait until every rank is here."""
+    if _has_peers("barrier"):
+        with _explained("barrier"):
+            dist.barrier()
+
+
+def reduce(x: T, op: str = "sum", among: str = "") -> T:
+    """`x` combined over all ranks, on every rank; `x` itself is left as it is.
+
+    Args:
+        x: a tensor of the same shape on every rank, or a number.
+        op: 'sum', 'mean', 'max' or 'min'.
+        among: for this package: what kind of message it is, as in `group`.
+
+    Raises:
+        ValueError: an unknown `op`.
+    """
+    if op not in (*_OPS, "mean"):
+        raise ValueError(f"reduce got op={op!r}; it takes 'sum', 'mean', 'max' or 'min'")
+    if not _has_peers("reduce"):
+        return x
+    local = x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64 if isinstance(x, float) else None)
+    total: Any = _wire(local.detach()).clone()
+    with _explained("reduce"):
+        dist.all_reduce(total, _OPS.get(op, dist.ReduceOp.SUM), group(among, total.device.type))
+    total = total / world_size() if op == "mean" else total
+    return total.to(local.device) if isinstance(x, Tensor) else total.item()
+
+
+def broadcast(x: T, src: int = 0, among: str = "") -> T:
+    """Rank `src`'s `x`, on every rank: a tensor of the same shape everywhere, or any object that can be pickled.
+
+    Args:
+        x: of this rank.
+        src: whose.
+        among: for this package, as in `reduce`.
+    """
+    if not _has_peers("broadcast"):
+        return x
+    with _explained("broadcast"):
+        if isinstance(x, Tensor):
+            copy: Any = _wire(x.detach()).clone()
+            dist.broadcast(copy, src, group(among, copy.device.type))
+            return copy.to(x.device)
+        box = [x]
+        dist.broadcast_object_list(box, src, group(among))
+        return box[0]
+
+
+_ROW_BYTES = 25 * 2**20  # of tensors that are sent together, so that the copy stays small
+
+
+@torch.no_grad()
+def broadcast_into(tensors: Sequence[Tensor], among: str = "") -> None:
+    """Give every rank rank 0's values of these, in place, by few collectives."""
+    _replace_together(tensors, functools.partial(broadcast, among=among))
+
+
+@torch.no_grad()
+def mean_into(tensors: Sequence[Tensor], among: str = "") -> None:
+    """Put the mean over the ranks into each of these, in place, by few collectives; divided first, as DDP does."""
+    _replace_together(tensors, lambda row: reduce(row.mul_(1 / world_size()), among=among))
+
+
+def _replace_together(tensors: Sequence[Tensor], call: Callable[[Tensor], Tensor]) -> None:
+    """Replace the values of tensors by what `call` makes of rows of them, each of one type and not too long."""
+    for kind in dict.fromkeys((t.dtype, t.device) for t in tensors):
+        alike = [t for t in tensors if (t.dtype, t.device) == kind]
+        ends = accumulate(t.nbytes for t in alike)
+        for _, pairs in groupby(zip(alike, ends, strict=True), key=lambda pair: pair[1] // _ROW_BYTES):
+            row = [t for t, _ in pairs]
+            values = call(torch.cat([t.reshape(-1) for t in row])).split([t.numel() for t in row])
+            for t, value in zip(row, values, strict=True):
+                t.copy_(value.view_as(t))
+
+
+def give_values(tensors: Sequence[Tensor]) -> None:
+    """Give all ranks rank 0's values where they differ; every rank must reach this. A host-device sync.
+
+    Raises:
+        ValueError: the shapes differ.
+    """
+    shapes, values = zip(*all_gather(([t.shape for t in tensors], digests(tensors))), strict=True)
+    if any(other != shapes[0] for other in shapes):
+        raise ValueError("the model differs between ranks in its parameters' shapes; every rank must make the same")
+    if any(other != values[0] for other in values):
+        broadcast_into(tensors)  # else different models would be mixed
+
+
+def all_gather(x: T, among: str = "") -> list[T]:
+    """The `x` of every rank, in rank order: tensors of one shape, or any objects that can be pickled.
+
+    Args:
+        x: of this rank.
+        among: for this package, as in `reduce`.
+    """
+    if not _has_peers("all_gather"):
+        return [x]
+    with _explained("all_gather"):
+        if isinstance(x, Tensor):
+            local = _wire(x.detach()).contiguous()
+            parts: list[Any] = [torch.empty_like(local) for _ in range(world_size())]
+            dist.all_gather(parts, local)
+            return [p.to(x.device) for p in parts]
+        everyone: list[Any] = [None] * world_size()
+        dist.all_gather_object(everyone, x, group(among))
+        return everyone
+
+
+def gather_pieces(pieces: Iterable[tuple[Any, Tensor]], on: str = "all") -> list[Tensor] | None:
+    """The pieces of all ranks, in the order of their places.
+
+    Ranks may hold different numbers of pieces, of any shapes and types, or none.
+
+    Args:
+        pieces: (place, tensor) pairs of this rank; a place is a number or a tuple, unique over all ranks.
+        on: 'all', or 'rank0' where the other ranks need nothing: they get `None`.
+    """
+    pieces = sorted(pieces, key=lambda piece: piece[0])
+    if not _has_peers("gather_pieces"):
+        return [tensor for _, tensor in pieces]
+    # Cloned: a row cut from a matrix may be "contiguous" with strides that cannot be viewed as bytes.
+    tensors = [tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for _, tensor in pieces]
+    # Bytes are sent, so that one exchange serves every type; shorter ranks pad to the longest.
+    load = torch.cat([t.reshape(-1).view(torch.uint8) for t in tensors]) if tensors else torch.empty(0).byte()
+    labels = all_gather([(place, t.shape, t.dtype) for (place, _), t in zip(pieces, tensors, strict=True)])
+    sizes = [sum(shape.numel() * dtype.itemsize for _, shape, dtype in label) for label in labels]
+    padded = torch.zeros(max(sizes), dtype=torch.uint8)
+    padded[: len(load)] = load
+    padded = _wire(padded)
+    loads = [torch.empty_like(padded) for _ in sizes]
+    if on == "all":
+        dist.all_gather(loads, padded)
+    else:
+        dist.gather(padded, loads if is_main() else None, dst=0)
+        if not is_main():
+            return None
+    found = []
+    for label, part in zip(labels, loads, strict=True):
+        part, start = part.cpu(), 0
+        for place, shape, dtype in label:
+            stop = start + shape.numel() * dtype.itemsize
+            # A clone: a slice of bytes need not be aligned for its type.
+            found.append((place, part[start:stop].clone().view(dtype).reshape(shape)))
+            start = stop
+    return [tensor for _, tensor in sorted(found, key=lambda piece: piece[0])]
+
+
+def same_everywhere(x: object) -> bool:
+    """Tell whether `x` is equal on every rank (compared by `repr`: numbers and plain containers)."""
+    digest = hashlib.sha256(repr(x).encode()).hexdigest()
+    return len(set(all_gather(digest))) == 1
+
+
+def rank0_first(f: Callable[..., T] | None = None, *args: Any, per_node: bool = False) -> T | Callable:
+    """Call `f(*args)` on rank 0, and only then on the others: `rank0_first(download, url)`; or `@rank0_first()`.
+
+    The others wait as long as rank 0 needs. Every rank must reach this. If `f` fails on rank 0 it is not tried on
+    the others.
+
+    Args:
+        f: what to call; without it a decorator is returned, so that each call of the function goes rank 0 first.
+        args: its arguments.
+        per_node: the first rank of each machine goes first, for files that machines do not share.
+
+    Returns:
+        What `f` returned on this rank.
+
+    Raises:
+        RuntimeError: on the waiting ranks, when the first one failed.
+    """
+    if f is None:
+        return lambda func: functools.wraps(func)(
+            lambda *args, **kwargs: rank0_first(functools.partial(func, **kwargs), *args, per_node=per_node)
+        )
+    if not _has_peers("rank0_first"):
+        return f(*args)
+    node = int(os.environ.get("GROUP_RANK", 0)) if per_node else 0
+    key = f"learnerkit/rank0_first/{count_call('rank0_first')}/{node}"
+    if (local_rank() if per_node else rank()) == 0:
+        try:
+            result = f(*args)
+        except BaseException as e:
+            store().set(key, f"{type(e).__name__}: {e}")
+            raise
+        store().set(key, "")
+        return result
+    # By the store, not a barrier: a long download must not run into a collective's timeout.
+    store().wait([key], timedelta(days=7))
+    failure = store().get(key).decode()
+    if failure:
+        raise RuntimeError(f"rank 0 failed in rank0_first({getattr(f, '__name__', f)}): {failure}")
+    return f(*args)
+
+
+def on_rank0(f: Callable[..., T]) -> Callable[..., T | None]:
+    """`f` as a function that runs on rank 0 and returns `None`, at once, on every other rank."""
+
+    @functools.wraps(f)
+    def run(*args: Any, **kwargs: Any) -> T | None:
+        return f(*args, **kwargs) if is_main() else None
+
+    return run
+
+
+def follow_rank0(name: str, timeout: float = 300.0) -> None:
+    """Return on every rank only after rank 0 has made the same call; rank 0 itself never waits.
+
+    Args:
+        name: what the call is about; the k-th call of that name on a rank waits for rank 0's k-th.
+        timeout: seconds the other ranks wait.
+
+    Raises:
+        TimeoutError: rank 0 did not come.
+    """
+    if not _has_peers(name, waits=False):
+        return
+    key = f"learnerkit/{name}/{count_call(name)}"
+    if is_main():
+        store().set(key, "")
+        return
+    try:
+        store().wait([key], timedelta(seconds=timeout))
+    except dist.DistStoreError:
+        raise TimeoutError(
+            f"rank {rank()} waited {timeout:.0f} s for rank 0 in {name!r}; "
+            "every rank, rank 0 among them, must make this call"
+        ) from None
+
+
+def spread_seeds() -> None:
+    """Move ranks other than 0 to random streams of their own if all still share one; every rank must reach this."""
+    if same_everywhere(torch.get_rng_state().numpy().tobytes()) and not is_main():
+        seeds.set_seed(seeds.stream_seed(torch.initial_seed(), rank()))

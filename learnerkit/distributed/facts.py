@@ -1,0 +1,100 @@
+"""Rank, world size and device of this process, read when asked and never at import."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+import torch.distributed as dist
+
+from learnerkit.endings import mark
+from learnerkit.utils import warn
+
+
+def is_joined() -> bool:
+    """Tell whether this process is in a process group (it is meant to be if `world_size() > 1`)."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def rank() -> int:
+    """This process's number among all processes of the run."""
+    return dist.get_rank() if is_joined() else int(os.environ.get("RANK", 0))
+
+
+def world_size() -> int:
+    """The number of processes of the run."""
+    if _alone.get():
+        return 1
+    return dist.get_world_size() if is_joined() else int(os.environ.get("WORLD_SIZE", 1))
+
+
+_alone: ContextVar[bool] = ContextVar("alone", default=False)
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Let this process be the only one in here: collectives of this module do nothing, and no other rank need come."""
+    token = _alone.set(True)
+    try:
+        yield
+    finally:
+        _alone.reset(token)
+
+
+def local_rank() -> int:
+    """This process's number among those of its machine: the index of its accelerator.
+
+    Without `LOCAL_RANK` (processes started by `mp.spawn`, say) all ranks are taken to share one machine.
+    """
+    if "LOCAL_RANK" in os.environ:
+        return int(os.environ["LOCAL_RANK"])
+    return rank() % max(1, torch.accelerator.device_count()) if is_joined() else 0
+
+
+def is_main() -> bool:
+    """Tell whether this is rank 0, the one process that prints, plots and saves."""
+    return rank() == 0
+
+
+_warned: set[str] = set()
+
+
+def warn_once(message: str, on_all: bool = False) -> None:
+    """Warn on rank 0, and only the first time in this process.
+
+    Args:
+        message: what to say.
+        on_all: on other ranks than 0, too.
+    """
+    if (on_all or is_main()) and message not in _warned:
+        _warned.add(message)
+        warn(message)
+
+
+def default_device() -> torch.device:
+    """The accelerator of this local rank, else the CPU.
+
+    Raises:
+        RuntimeError: there are fewer accelerators than local ranks.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return torch.device("cpu")
+    index, count = local_rank(), torch.accelerator.device_count()
+    if count == 1 and os.environ.get("SLURM_LOCALID") == str(index):
+        index = 0  # srun has started a task for this very rank, and shows it a GPU of its own (--gpus-per-task)
+    if index >= count:
+        raise RuntimeError(
+            f"local rank {index} has no accelerator: this machine shows {count} ({accelerator.type}); "
+            f"start at most {count} processes, or train on the CPU with device='cpu'"
+        )
+    return torch.device(accelerator.type, index)
+
+
+class PeerError(RuntimeError):
+    """Another rank failed, came to a standstill or did not come; the message says which, where and why."""
+
+    def __init__(self, *args: object, standstill: bool = False) -> None:
+        super().__init__(*args)
+        mark(self, follows=True, standstill=standstill)
