@@ -131,7 +131,7 @@ def check_loss(learn: "Learner") -> None:
             raise TypeError(
                 f"the loss {loss_name(learn.loss_func)} asks for {name!r}, a keyword-only parameter without a default, "
                 f"and the learner has no such attribute{did_you_mean(name, ['learn', *has])}; give the parameter a "
-                f"default, or an object of yours: partial(loss, {name}=...) (errors.html#loss-asks)"
+                f"default, or an object of yours: partial(loss, {name}=...)"
             )
 
 
@@ -175,7 +175,6 @@ def check_thread(learn: "Learner", thread: int | None, who: str) -> None:
             f"{who} was called while {learn.task or 'a run'!r} of the same learner goes on in another thread, whose "
             "model and callbacks it would disturb: call it afterwards, or of a learner of its own, such as "
             "load_learner(learn.export('model'), make_model)"
-            " (errors.html#other-thread)"
         )
 
 
@@ -211,7 +210,6 @@ def needs_closure(opts: list[Optimizer]) -> bool:
                 raise TypeError(
                     f"{type(opt).__name__} needs a closure, and is one of several optimizers; override `_step`, so "
                     "that it calls self.opt[...].step(self.closure()) of the one, and step() of the others"
-                    " (errors.html#optimizer-closure)"
                 )
             return True
     return False
@@ -222,7 +220,7 @@ def check_closure(learn: "Learner") -> None:
     if learn._loss_weighting.parts:  # on ranks each evaluation would need the counts of all
         raise ValueError(
             "a loss_weight= for each of several losses does not go with an optimizer that evaluates the loss several "
-            "times in a step: give one loss_weight for the whole loss (errors.html#optimizer-closure)"
+            "times in a step: give one loss_weight for the whole loss"
         )
     against = {
         "gradient_accumulation": "a step has several batches, and a closure has the last one alone",
@@ -235,7 +233,6 @@ def check_closure(learn: "Learner") -> None:
             raise ValueError(
                 f"{getattr(learn, name)!r} does not go with an optimizer that evaluates the loss several times in a "
                 f"step: {why}"
-                " (errors.html#optimizer-closure)"
             )
 
 
@@ -298,10 +295,7 @@ def lone_last_batch(dl: Any, model: nn.Module) -> str | None:
     else:
         which, advice = f"its last batch has 1 of its {samples} samples (batches of {size})", NOT_ALONE
     norm = norm or "the model"
-    return (
-        f"the training loader: {which}, which is too few for the statistics of {norm} (BatchNorm); {advice} "
-        "(errors.html#lone-sample)"
-    )
+    return f"the training loader: {which}, which is too few for the statistics of {norm} (BatchNorm); {advice}"
 
 
 @contextmanager
@@ -337,6 +331,5 @@ def check_length(dl: Iterable, who: str) -> int:
         raise ValueError(
             f"{who} needs to know how many batches an epoch has, but the training loader ({type(dl).__name__}) has no "
             "length; give it a __len__, say how long to train by n_steps, or train with fit at a constant rate"
-            " (errors.html#loader-length)"
         )
     return length

@@ -211,7 +211,6 @@ def check_hooks(cb: Callback) -> None:
             f"{type(cb).__name__} defines __call__, which fastai calls at every event; here only the hooks are called: "
             "define those of the events it is for (learn.show_training_loop() prints them), and give a function for "
             "other uses another name"
-            " (errors.html#callback-hooks)"
         )
     for name in dir(type(cb)):
         if name in Callback.__dict__ or name.startswith("_") or not callable(getattr(type(cb), name, None)):

@@ -187,7 +187,6 @@ def _read_fashion_mnist(root: Path) -> tuple[TensorDataset, TensorDataset]:
             f"Fashion-MNIST is not in {raw} and could not be downloaded ({why}). Without a connection, put the four "
             "unpacked files there (train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte, "
             "t10k-labels-idx1-ubyte), or use the sample that ships with learnerkit: fashion_mnist_sample()"
-            " (errors.html#download)"
         ) from None
     return _dataset(train.data, train.targets), _dataset(valid.data, valid.targets)
 

@@ -1189,7 +1189,7 @@ class Learner(RunState):
         if len(optim.split(unwrap(self.model), self.splitter)) == 1:
             warn(
                 "there is a single group of parameters, so freezing leaves all of them to be trained; give the Learner "
-                "splitter=, a function of the model that returns lists of parameters (errors.html#freeze)"
+                "splitter=, a function of the model that returns lists of parameters (errors.html#parameter-groups)"
             )
         self.freeze_to(-1)
 

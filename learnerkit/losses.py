@@ -847,7 +847,7 @@ def check_predictions(learn: "Learner") -> None:
         raise ValueError(
             f"there are no predictions: the model returned {describe(learn.output)}, which is its loss. Let it return "
             "(predictions, loss), or without targets the predictions (of a batch of one sample, too, with its batch "
-            "axis: .squeeze(1) rather than .squeeze()) (errors.html#no-predictions)"
+            "axis: .squeeze(1) rather than .squeeze()) (errors.html#loss-missing)"
         )
 
 
@@ -861,7 +861,7 @@ def check_shapes(loss_func: Any, pred: Any, yb: tuple) -> None:
             f"the model's predictions have the shape {tuple(pred.shape)}, the targets {tuple(target.shape)}, and "
             f"{loss_name(loss_func)} compares them element by element: "
             "they must be the same (reshape one of them, for instance with .squeeze(1) or .unsqueeze(1))"
-            " (errors.html#loss-shapes)"
+            " (errors.html#first-batch)"
         )
 
 

@@ -614,7 +614,7 @@ def _rates_of(opt: Optimizer, lr: Any, is_default: bool) -> list[float]:
         raise ValueError(
             f"got lr={lr} for 1 parameter group, which would get {lr.stop} alone; give that rate, or give the Learner "
             "a splitter=, which makes several groups of the model"
-            " (errors.html#learning-rate)"
+            " (errors.html#parameter-groups)"
         )
     if is_row(lr) or (is_slice and (lr.start is not None or len(set(base)) == 1)):
         return rates(lr, len(base), whose_groups(opt))
@@ -674,14 +674,13 @@ def decays_by_name(wd: Mapping[str, float], model: nn.Module) -> dict[int, float
             parts = dict.fromkeys(part for name in names for part in (name, *name.split(".")))
             raise ValueError(
                 f"got wd with {pattern!r}, and {type(model).__name__} has no parameter of such a name; it has "
-                f"{first_few(names)}{did_you_mean(pattern.strip('*.'), parts)} (errors.html#decay-by-name)"
+                f"{first_few(names)}{did_you_mean(pattern.strip('*.'), parts)}"
             )
         new = {names[name]: float(value) for name in matching if names[name] not in found}
         if not new:
             raise ValueError(
                 f"got wd with {pattern!r} after patterns that match the same parameters ({first_few(matching)}); the "
                 "first pattern that matches counts, so put it before them, or leave it out"
-                " (errors.html#decay-by-name)"
             )
         found |= new
     return found

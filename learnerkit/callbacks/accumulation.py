@@ -48,7 +48,7 @@ class GradientAccumulation(Callback):
             raise ValueError(
                 "GradientAccumulation cannot weigh the parts of a loss each by itself, as loss_weight= says: what a "
                 "step counts of each is known only after its last batch. Take larger batches or more processes, or one "
-                "loss_weight for the whole loss (errors.html#accumulation)"
+                "loss_weight for the whole loss (errors.html#loss-weight)"
             )
         if learn.n_ranks == 1:
             self.attach()
@@ -86,7 +86,6 @@ class GradientAccumulation(Callback):
             raise ValueError(
                 "GradientAccumulation(n_samples=...) needs to know how many samples the batches of all ranks have, and "
                 "the dataset makes this rank's alone; use split_batches=True, a list of batches, or n_batches"
-                " (errors.html#accumulation)"
             )
         return total or 0
 

@@ -155,7 +155,6 @@ class _Mixing(_Drawing):
                 f"{self!r} mixes one floating-point tensor of inputs with a row for each sample, and the inputs are "
                 f"{describe(learn.xb)}; convert them (BatchTransform does it on the device), or mix in the model, for "
                 "instance behind its embedding"
-                " (errors.html#mixing)"
             )
         return x
 

@@ -255,7 +255,6 @@ class EMA(_Averaging):
             raise ValueError(
                 "EMA(module=...) writes averages into parameters of the same names and shapes, and those of "
                 f"{type(source).__name__} and {type(target).__name__} {how}: of= says which module is averaged"
-                " (errors.html#weight-averaging)"
             )
         floats = {name: t for name, t in own.items() if t.is_floating_point() or t.is_complex()}
         self._own = {name: t for name, t in floats.items() if homes[name] is not t}
@@ -440,7 +439,6 @@ class SWA(_Averaging):
                 f"SWA reads training data anew for BatchNorm's statistics, in each epoch, and this {type(dl).__name__} "
                 "cannot be read from its start each time: it is an iterator, or it keeps its place in the data. Give "
                 "SWA(bn_dl=...) another loader"
-                " (errors.html#weight-averaging)"
             )
 
     def before_train(self) -> None:

@@ -98,7 +98,6 @@ class CarriedState(Callback):
             raise ValueError(
                 f"{self!r} has one state for each process, and ParallelCallback cuts batches for several devices of "
                 "one: use a process for each device, learn.distrib_ctx(split_batches=True)"
-                " (errors.html#carried-state)"
             )
         bare = unwrap(model)
         self._hooks = ExitStack()
@@ -129,7 +128,6 @@ class CarriedState(Callback):
                 f"{self!r} carries a state from batch to batch, but the processes take the batches in turn, so that "
                 "none of them has two in a row: use distrib_ctx(split_batches=True), or sharded=True if each process "
                 "reads data of its own"
-                " (errors.html#carried-state)"
             )
 
     # A batch
@@ -159,7 +157,6 @@ class CarriedState(Callback):
         if not isinstance(output, tuple | list) or len(output) != 2:
             raise ValueError(
                 f"the model returned {describe(output)}; with {self!r} it returns a pair, (prediction, new_state)"
-                " (errors.html#carried-state)"
             )
         pred, state = output
         if self.learn.batch_size:
@@ -183,7 +180,6 @@ class CarriedState(Callback):
                     "the one before has ended, so all batches have as many rows (drop_last=True leaves a last, smaller "
                     f"one out). They are counted in dimension {self.dim} of the state's tensors, by "
                     f"{self!r}(dim={self.dim})"
-                    " (errors.html#carried-state)"
                 )
 
     # Checkpoints

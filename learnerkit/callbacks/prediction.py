@@ -104,7 +104,7 @@ def _check_rows(name: str, item: Any, size: int) -> None:
             f"the {name} of a batch of {size} samples have parts of {shown} rows, and on several ranks only what has "
             "as many rows in all its parts can be joined; "
             + ("leave with_input out" if name == "inputs" else "let the model return only what belongs to samples")
-            + " (errors.html#predict-rows)"
+            + " (errors.html#batch-samples)"
         )
 
 
@@ -238,7 +238,7 @@ def _refusal(loss_func: Any) -> ValueError:
     return ValueError(
         f"it is not known how to make probabilities of predictions for this loss ({loss}); say act=, such as "
         "torch.sigmoid or partial(torch.softmax, dim=1), or give the loss a method `activation(pred)`"
-        " (errors.html#predict-probabilities)"
+        " (errors.html#decode)"
     )
 
 

@@ -177,7 +177,7 @@ class Evaluation:
                 f"metric {meter.name!r} {DEPENDS_ON_CUT}, and several ranks cut them otherwise than one process does: "
                 "let it be a mean over samples, count samples rather than batches, or take AccumMetric, which gets all "
                 "predictions at once"
-                " (errors.html#metric-cut)"
+                " (errors.html#metric-ranks)"
             )
 
     def _refusing_collectives(self, meter: Meter) -> AbstractContextManager:

@@ -270,7 +270,6 @@ def check_nobody_schedules(learn: Any, who: str) -> None:
         raise ValueError(
             f"{who} cannot be combined with a schedule of 'lr' (fit_one_cycle and the like have one), which sets the "
             "rate before every batch: train with fit at a constant rate, or leave one of them out"
-            " (errors.html#two-schedules)"
         )
 
 
@@ -359,7 +358,6 @@ class TorchScheduler(Callback):
                     f"the {type(scheduler).__name__} was made for {planned} steps and this fit has taken {taken}, so "
                     "the rate has not come to its end; count the steps in the function of TorchScheduler, where "
                     "len(learn.dls.train) is the number of batches that this process has in an epoch"
-                    " (errors.html#torch-scheduler)"
                 )
 
     def _advance(self) -> None:

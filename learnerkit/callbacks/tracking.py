@@ -72,10 +72,7 @@ class TrackerCallback(Callback):
         self.comp = comp or (operator.lt if _LESS_IS_BETTER.search(monitor) else operator.gt)
         less, more = bool(self.comp(0.0, 1.0)), bool(self.comp(1.0, 0.0))
         if less == more:
-            raise ValueError(
-                f"got comp={comp!r}, which prefers neither 0 to 1 nor 1 to 0, or both; {_COMP}"
-                " (errors.html#monitor-comp)"
-            )
+            raise ValueError(f"got comp={comp!r}, which prefers neither 0 to 1 nor 1 to 0, or both; {_COMP}")
         self._sign = -1 if less else 1
         self.best, self.new_best = -self._sign * math.inf, False
         self._rows = self._rows_with_column = 0

@@ -96,7 +96,6 @@ def _warn_of_dropout(model: nn.Module, in_eval: Set[str]) -> None:
                 f"{name} ({type(part).__name__}) is in eval mode and stays so while it is trained: its dropout is off. "
                 "Models loaded with from_pretrained of transformers are in eval mode: call .train() on the model "
                 "before the fit. If this is intended, freeze its parameters, or filter this warning"
-                " (errors.html#dropout-off)"
             )
 
 
@@ -191,7 +190,6 @@ class MCDropout(Callback):
             raise ValueError(
                 f"MCDropout found no module of dropout in {type(unwrap(self.learn.model)).__name__}: predictions would "
                 "be alike in each pass; it acts on nn.Dropout and the like, not on functions of dropout"
-                " (errors.html#mc-dropout)"
             )
         self._left_on = [m for m in modules if not m.training]
         for module in self._left_on:

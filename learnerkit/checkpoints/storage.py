@@ -432,7 +432,7 @@ class Lock:
                 raise CheckpointError(
                     f"{self._path.parent} is in use by {who or 'another process'}, and one run at a time writes to a "
                     f"directory; if the machine of that one is gone, remove {self._path}"
-                    " (errors.html#directory-in-use)"
+                    " (errors.html#checkpoint-directory)"
                 )
             time.sleep(0.1)
 

@@ -19,7 +19,7 @@ _ADVICE = (
     "say the dimension of the samples by DataLoaders(batch_dim=...), for each part where they differ: (1, 0), or None "
     "for what belongs to the whole batch; give all parts an entry for each sample, by a collate_fn of your own; or use "
     "split_batches=False"
-    " (errors.html#batch-dim)"
+    " (errors.html#batch-samples)"
 )
 
 
@@ -46,7 +46,7 @@ def check_dims(dims: Any) -> None:
         raise ValueError(
             f"got batch_dim={dims!r}; it is the dimension of the samples: 0, 1, ..., or such a number for each entry "
             "of a batch, (1, 0) or {'tokens': 1}, with None for an entry that belongs to the whole batch"
-            " (errors.html#batch-dim)"
+            " (errors.html#batch-samples)"
         )
 
 

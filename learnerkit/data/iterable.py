@@ -228,7 +228,7 @@ class IterablePlace:
         raise ValueError(
             f"epoch {epoch} of the {type(dl.dataset).__name__} cannot be read again as it was, so some samples "
             f"would come twice and others not at all: {why}"
-            " (errors.html#dataset-parts)"
+            " (errors.html#resume)"
         )
 
     def _note_parts(self, now: tuple[int, int] | None, place: "Position") -> None:
@@ -240,7 +240,7 @@ class IterablePlace:
                 f"the iterable dataset was read in {before} and is read in {after} now, so the place in it cannot be "
                 "found again: some samples would come twice and others not at all. Go on with as many ranks and loader "
                 "workers, or from the end of an epoch"
-                " (errors.html#dataset-parts)"
+                " (errors.html#resume)"
             )
 
     def read_on(self, dl: Any, place: "Position") -> Any:

@@ -113,7 +113,7 @@ class DataLoaders:
                 f"got batch_size={batch_size!r}; it is a function that counts the samples of a batch, such as "
                 "lambda batch: len(batch['image']). How many a batch shall have is for the loader to say "
                 "(from_datasets has bs)"
-                " (errors.html#batch-size-unknown)"
+                " (errors.html#batch-samples)"
             )
         check_dims(batch_dim)
         self.batch_size, self.batch_dim = batch_size, batch_dim
@@ -438,7 +438,7 @@ class DataLoaders:
                 f"the predictions of a batch of {n} samples are {describe(pred)}, and do not have these in dimension "
                 f"{dim}, as batch_dim={self.batch_dim!r} says of the targets: they cannot be joined with those of "
                 "other batches. Let the model return them so, or name the dimension for the last entry of a batch"
-                " (errors.html#batch-dim)"
+                " (errors.html#batch-samples)"
             )
         return rows_first(pred, dim), rows_first(xb, inputs), rows_first(yb, targets)
 
@@ -569,7 +569,7 @@ class Unpacker:
             self._say(
                 f"the loader drew {drawn} samples for a batch whose parts have {rows} rows; the rows are counted as "
                 f"samples. If they are not, {_ADVICE}"
-                " (errors.html#batch-size-unknown)"
+                " (errors.html#batch-samples)"
             )
         return rows
 
@@ -589,9 +589,9 @@ class Unpacker:
             f"({lengths or describe(batch)}); {_ADVICE}"
         )
         if self.sharded:
-            raise ValueError(message + " (errors.html#batch-size-unknown)")
+            raise ValueError(message + " (errors.html#batch-samples)")
         guess = next(iter(found.values()), 1)
-        self._say(message + f". Until then the first length is taken, {guess} (errors.html#batch-size-unknown)")
+        self._say(message + f". Until then the first length is taken, {guess} (errors.html#batch-samples)")
         return guess
 
     def _say(self, message: str) -> None:

@@ -57,7 +57,7 @@ def _refusal(refused: tuple[str, str], what: str) -> RuntimeError:
         "the other ranks may not come here (after a failure, or because it runs on rank 0 alone), so it would wait for "
         "ever; communicate in an event that all ranks reach"
     )
-    return RuntimeError(f"{where} called {what}: {why} (errors.html#collective-refused)")
+    return RuntimeError(f"{where} called {what}: {why} (errors.html#peers)")
 
 
 @contextmanager

@@ -247,7 +247,7 @@ def _not_met(what: str) -> RuntimeError:
     said = " ".join(f"{name}={os.environ.get(name)}" for name in names)
     return RuntimeError(
         f"{what}; the environment says that there are others ({said}). Start them all, best with "
-        "`python -m learnerkit.launch`; if these are left over from another run, unset them (errors.html#ranks-not-met)"
+        "`python -m learnerkit.launch`; if these are left over from another run, unset them (errors.html#launch-meet)"
     )
 
 

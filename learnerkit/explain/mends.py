@@ -39,7 +39,7 @@ def of_run(learn: "Learner", error: Exception, text: str) -> str:
         which = "training" if learn.training else "validation"
         return (
             f"batch {learn.iter} of the {which} loader has one sample, which is too few for the statistics of "
-            f"BatchNorm; {NOT_ALONE} (errors.html#lone-sample)"
+            f"BatchNorm; {NOT_ALONE}"
         )
     if isinstance(error, AttributeError) and isinstance(error.obj, Optimizer) and error.name in _FASTAIS:
         return (

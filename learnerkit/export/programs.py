@@ -108,7 +108,7 @@ def compare(found: Any, expected: Any, what: str, safe_name: str) -> None:
         f"{what} does not predict as the model does ({why}), so no file was written. The model may draw random "
         "numbers, or do something else for other batches, which a program cannot; its weights can always be exported: "
         f"learn.export({safe_name!r})"
-        " (errors.html#export-trace)"
+        " (errors.html#export)"
     )
 
 

@@ -135,7 +135,7 @@ def _made(model: Any, file: Path, name: str, dls: DataLoaders) -> Any:
             f"{file} has the weights of a {name[:80]!r}, and no code: give load_learner(..., model=) the module, or "
             "the function or class that makes it, such as `lambda dls: vision_learner(dls, 'resnet18')`, whose dls "
             "have the classes. A '.pt2' export needs none"
-            " (errors.html#load-learner)"
+            " (errors.html#export)"
         )
     if not callable(model):
         raise TypeError(f"got model={model!r}; it is a module, or the function or class that makes it, and no name")

@@ -94,7 +94,7 @@ def _warn_of_callbacks(learn: "Learner") -> None:
         warn(
             f"{', '.join(found)} may change batches or predictions, and only the model is exported: whoever loads it "
             "needs them too (load_learner(...).add_cbs(...)), or must do the same by other means"
-            " (errors.html#export-callbacks)"
+            " (errors.html#export)"
         )
 
 

@@ -141,7 +141,6 @@ class TargetReader:
                 f"the mask has the numbers {first_few(wrong.unique().tolist())}; those of the classes are 0 to "
                 f"{most - 1}, and {IGNORED} counts for nothing. A function of the path as label= may return an array "
                 "with other numbers"
-                " (errors.html#masks)"
             )
         return mask
 

@@ -87,7 +87,7 @@ class ClassificationInterpretation:
                 f"got predictions: {describe(preds)}; targets: {describe(targets)}; a classification has one class for "
                 "each sample: scores (n, classes) and integers (n,), or one logit for each sample and "
                 "BCEWithLogitsLoss. Of other outputs a loss with a method `decode(pred)` makes classes"
-                " (errors.html#interpretation)"
+                " (errors.html#decode)"
             )
         dl = in_order(learn.dls[ds_idx], str(ds_idx)) if dl is None else dl
         return cls(learn.dls, dl, preds, actual, found, losses[0] if losses else None)
@@ -209,7 +209,6 @@ class ClassificationInterpretation:
             raise ValueError(
                 "the inputs cannot be found: the loader does not read a dataset with lengths and indices in its own "
                 "order; learn.get_preds(dl=..., with_input=True) returns them, and top_losses their places"
-                " (errors.html#loader-order)"
             )
         with keep_seeds(self.dl):
             inputs = [self.dls.split(dataset[i])[0] for i in places.tolist()]  # type: ignore[index]  # not None

@@ -67,7 +67,6 @@ def _blocks(model: nn.Module, name: str | None) -> list[nn.Module]:
         if name not in lists:
             raise ValueError(
                 f"got blocks={name!r}; the lists of {kind} are {first_few(lists)}{did_you_mean(name, lists)}"
-                " (errors.html#layer-decay)"
             )
         return _entries(lists[name])
     found = dict(_lists(model, nn.ModuleList))
@@ -75,13 +74,14 @@ def _blocks(model: nn.Module, name: str | None) -> list[nn.Module]:
         raise ValueError(
             f"{kind} has several lists of blocks: {first_few(found)}. Say by blocks= which of them is divided into "
             "layers, or make groups of each part of the model: layer_decay(model.encoder) + layer_decay(model.decoder)"
-            " (errors.html#layer-decay)"
+            " (errors.html#parameter-groups)"
         )
     found = found or dict(_lists(model, nn.Sequential))
     if not found:
         raise ValueError(
             f"{kind} has no nn.ModuleList and no nn.Sequential of several blocks, whose order layer_decay could take; "
-            "write a splitter that returns dicts, [{'params': ..., 'lr_scale': 0.75}, ...] (errors.html#layer-decay)"
+            "write a splitter that returns dicts, [{'params': ..., 'lr_scale': 0.75}, ...]"
+            " (errors.html#parameter-groups)"
         )
     return [block for each in found.values() for block in _entries(each)]
 

@@ -138,7 +138,6 @@ def check_values(model: nn.Module) -> None:
             raise ValueError(
                 f"the {kind} {first_few(empty)} are on the meta device and have no values: give them some by "
                 "learn.load(file), or pass a function that makes the model: Learner(dls, make_model)"
-                " (errors.html#meta-device)"
             )
 
 

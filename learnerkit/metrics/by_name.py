@@ -62,7 +62,6 @@ class OfTorchmetrics:
             raise ValueError(
                 f"the metric {name!r} does not know its task by {loss} and {n or 'no'} names of classes: give "
                 f"DataLoaders(classes=[...]) the names, or take an object of torchmetrics, such as torchmetrics.{line}"
-                " (errors.html#metric-by-name)"
             )
         options = {
             "Multiclass": {
@@ -87,7 +86,6 @@ class OfTorchmetrics:
                 f"the metric {self._name!r} takes one score for each sample, its yes or no, and got {describe(pred)}: "
                 "give DataLoaders(classes=[...]) the names of the labels, if there are three or more, or take "
                 f"torchmetrics.classification.Multilabel{_CLASSES[self._name]}(num_labels=...)"
-                " (errors.html#metric-by-name)"
             )
         self.metric.to(pred.device)
         made = self._rule(pred.detach())

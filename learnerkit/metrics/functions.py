@@ -135,7 +135,7 @@ def _class_dim(pred: Any, target: Tensor, axis: int | None, loss_func: Any, metr
             "scores of shape (n, classes) for targets of shape (n,). One score for each target is decoded where the "
             "loss says how: nn.BCEWithLogitsLoss() for yes or no, or a loss with a method `decode(pred)`. For numbers "
             "use mae, mse or rmse"
-            " (errors.html#metric-classes)"
+            " (errors.html#decode)"
         )
     return dim
 

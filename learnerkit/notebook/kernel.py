@@ -75,7 +75,7 @@ def distrib_ctx(learn: "Learner", nproc: int | None = None, **kwargs: Any) -> Ab
             f"got nproc={nproc} in one of {distributed.world_size()} processes of a launcher, which is told how many "
             f"(`python -m learnerkit.launch --nproc {nproc} script.py`): write distrib_ctx() without nproc. If a "
             f"device was meant: {OWN_DEVICE}"
-            " (errors.html#ddp-arguments)"
+            " (errors.html#processes)"
         )
     front = front_end()
     if not front and nproc is not None:
@@ -83,7 +83,7 @@ def distrib_ctx(learn: "Learner", nproc: int | None = None, **kwargs: Any) -> Ab
             f"got nproc={nproc}: distrib_ctx starts processes only in a notebook or at a Python prompt; a script's are "
             f"started by `python -m learnerkit.launch --nproc {nproc} script.py`, and it says distrib_ctx() without "
             "nproc"
-            " (errors.html#ddp-arguments)"
+            " (errors.html#processes)"
         )
     if front:
         on_cpu = learn.dls.device.type == "cpu"
@@ -101,7 +101,7 @@ def distrib_ctx(learn: "Learner", nproc: int | None = None, **kwargs: Any) -> Ab
             "distrib_ctx() in a process that multiprocessing has started, without a process group and without RANK in "
             "its environment: this process trains a model of its own, whatever others do. Start the script with "
             "`python -m learnerkit.launch --nproc N script.py`, or call torch.distributed.init_process_group first"
-            " (errors.html#outside-context)"
+            " (errors.html#processes)"
         )
     return nullcontext(learn)
 

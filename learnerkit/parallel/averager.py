@@ -54,13 +54,13 @@ class Averager:
                 raise ValueError(
                     "GradientAccumulation cannot weigh the batches of a learner with a _backward of its own exactly; "
                     "accumulate in that _backward, or train the whole model by one loss"
-                    " (errors.html#accumulation)"
+                    " (errors.html#loss-weight)"
                 )
             if is_static:
                 raise ValueError(
                     "static_graph=True and GradientAccumulation do not go together: DDP's first iteration must reduce "
                     "the gradients, and accumulation does not; leave static_graph out"
-                    " (errors.html#accumulation)"
+                    " (errors.html#unused-parameters)"
                 )
         if cb.shard:
             check_shardable(self.learn)
@@ -68,7 +68,7 @@ class Averager:
             raise ValueError(
                 f"{engine} is for gradients that DDP averages during the backward pass, and those of a learner "
                 f"with a {own} of its own are averaged after it: leave {engine} out"
-                " (errors.html#one-pass)"
+                " (errors.html#unused-parameters)"
             )
 
     def begin(self) -> None:
@@ -209,7 +209,7 @@ class Averager:
             raise ValueError(
                 f"{engine} is for gradients that DDP averages during the backward pass, which it cannot do, as "
                 f"{', and '.join(against)}: leave {engine} out"
-                " (errors.html#one-pass)"
+                " (errors.html#unused-parameters)"
             )
         of_model = dict(learn.model.named_parameters())
         if not given and unused.keys() & of_model:  # those beside the model may be for a callback's own loss
@@ -242,7 +242,7 @@ class Averager:
                         f"{holder} trains parameters that are neither the model's nor in learn.opt, and the loss "
                         "depends on them, so each rank would train its own: put them into the model, or into learn.opt "
                         "(add_param_group)"
-                        " (errors.html#foreign-parameters)"
+                        " (errors.html#unused-parameters)"
                     )
 
     def _take(self, way: StepGradient) -> StepGradient:

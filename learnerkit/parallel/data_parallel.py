@@ -69,7 +69,6 @@ class ParallelCallback(Callback):
             raise ValueError(
                 f"the model spans {first_few(devices)}, and DataParallel would put a whole copy of it on each GPU; "
                 "train it as it is, or by distrib_ctx, where each process has such a model on devices of its own"
-                " (errors.html#data-parallel)"
             )
         count = torch.cuda.device_count()
         ids = list(range(count) if self.device_ids is None else self.device_ids)
@@ -85,7 +84,7 @@ class ParallelCallback(Callback):
         if weighting.parts:
             raise ValueError(
                 "ParallelCallback cannot weigh the parts of a loss each by itself, as loss_weight= says: give one "
-                "loss_weight for the whole loss, or use distrib_ctx (errors.html#data-parallel)"
+                "loss_weight for the whole loss, or use distrib_ctx"
             )
         # The model's own device must come first: DataParallel gathers there.
         ids.sort(key=lambda i: i != (learn.dls.device.index or 0))
@@ -143,7 +142,6 @@ class ParallelCallback(Callback):
                 f"DataParallel cuts every input along its first dimension, and those of this batch of "
                 f"{learn.batch_size} samples are {describe(learn.xb)}; give each a row for each sample, keep what all "
                 "samples share in the model, or use distrib_ctx, where every process collates its own samples"
-                " (errors.html#data-parallel)"
             )
         read = readers_of_predictions(learn)
         takes = (

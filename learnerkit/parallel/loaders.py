@@ -210,7 +210,7 @@ class RankStreamLoader(RankLoader):
                 f"the data of rank {distributed.rank()} had not been read to their end when all stopped with the first "
                 "(uneven='stop'), so this rank goes on with the rest of them; a run without a break leaves them out if "
                 "the dataset begins each epoch anew. uneven='join' uses all data"
-                " (errors.html#place-in-data)"
+                " (errors.html#resume)"
             )
         self.stream, self._skip = own.get("stream"), 0  # batches that are read and dropped
         self._place: dict[str, Any] = {}  # for `read_on`
@@ -288,7 +288,7 @@ class RankStreamLoader(RankLoader):
                 f"sharded=True says that the {type(self.loader.dataset).__name__} gives each rank a part of its own, "
                 f"but the first batches of ranks {first_few(alike)} are the same, so that samples count several times; "
                 "if it shares itself out only among the workers of a loader, leave sharded=True out"
-                " (errors.html#uneven-data)"
+                " (errors.html#rank-loader)"
             )
         return [found is not None for found in everyone]
 

@@ -40,7 +40,7 @@ class Report:
 
     Args:
         shown: whether to print; False on ranks other than 0.
-        entry: the entry of the error index about these findings.
+        entry: the entry of the page of errors about these findings.
 
     Attributes:
         problems: how many findings are problems.

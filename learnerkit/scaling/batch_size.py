@@ -96,7 +96,7 @@ def find_batch_size(learn: "Learner", share: float = 0.9, bs: int | None = None)
     if parallel.will_shard(learn) or learn.shards is not None or learn.mapped is not None:
         raise ValueError(
             "find_batch_size tries each size on each rank alone, which a sharded model cannot be trained on: "
-            "learn.check(memory=...) says what a step of it takes (errors.html#find-batch-size)"
+            "learn.check(memory=...) says what a step of it takes (errors.html#out-of-memory)"
         )
     parallel.warn_outside_context(learn)
     together = distributed.world_size() > 1 and member_of(learn.cbs) is not None
@@ -142,7 +142,7 @@ class _Search:
                 f"a batch of {least} does not fit: its step takes {in_units(self._wanted)} or more, and may take "
                 f"{in_units(limit)}, {self.share:.0%} of the memory; take ActivationCheckpointing(), to_bf16(), an "
                 "optimizer with less state, or a smaller model, or divide it among several ranks by "
-                "distrib_ctx(shard=True) (errors.html#find-batch-size)"
+                "distrib_ctx(shard=True) (errors.html#out-of-memory)"
             )
         return self._found(fitting, limit)
 
@@ -152,19 +152,18 @@ class _Search:
         if reason := _why_fixed(dls.train):
             raise ValueError(
                 f"the training loader {reason}, so find_batch_size cannot change how many samples a batch has; give a "
-                "DataLoader with batch_size= of a dataset with an index and a length (errors.html#find-batch-size)"
+                "DataLoader with batch_size= of a dataset with an index and a length"
             )
         self.train = _Source(dls.train)
         if self.bs is not None and self.train.longest:
             raise ValueError(
                 f"got bs={self.bs}, and the batches of the training loader have a budget of tokens, so how many "
                 "samples they have differs: leave bs= out, and take GradientAccumulation(n_samples=...)"
-                " (errors.html#find-batch-size)"
             )
         if hasattr(dls.valid, "__next__"):
             raise ValueError(
                 f"the validation loader is an iterator ({type(dls.valid).__name__}), which can be read only once; pass "
-                "a DataLoader or a class with __iter__ (errors.html#find-batch-size)"
+                "a DataLoader or a class with __iter__ (errors.html#loader-iterator)"
             )
         if dls.valid is not None:
             self.valid = ShortLoader(dls.valid, 1) if _why_fixed(dls.valid) else _Source(dls.valid)

@@ -76,7 +76,6 @@ class StepCost(NamedTuple):
             raise ValueError(
                 "one process has measured no link to others; give one, such as forecast(link=Link(latency=10e-6, "
                 "bandwidth=200e9)) in seconds and bytes a second, from learnerkit.scaling.links"
-                " (errors.html#scaling)"
             )
         return forecast(self.compute, self.sent, **given)
 

@@ -227,7 +227,6 @@ class GradientNoiseScale(Callback):
             raise RuntimeError(
                 "GradientNoiseScale needs the whole gradient of a parameter at once, and one came in several pieces: "
                 "give torch.utils.checkpoint use_reentrant=False, or leave GradientNoiseScale out"
-                " (errors.html#noise-scale)"
             )
         self._norms[number] = torch.linalg.vector_norm(_readable(grad))
 
@@ -334,9 +333,7 @@ class GradientNoiseScale(Callback):
             raise
         except Exception as e:
             add_note_once(
-                e,
-                f"GradientNoiseScale ran the model on {size} of the {whole} samples of a batch; instead {_OTHERWISE}"
-                " (errors.html#noise-scale)",
+                e, f"GradientNoiseScale ran the model on {size} of the {whole} samples of a batch; instead {_OTHERWISE}"
             )
             raise
 

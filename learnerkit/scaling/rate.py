@@ -140,7 +140,6 @@ class ScaledLR(optim.Later):
                 f"scaled_lr needs to know how many samples a step has, and the training loader "
                 f"({type(learn.dls.train).__name__}) does not tell how many are in a batch: give it, or its batch "
                 "sampler, an attribute `batch_size`"
-                " (errors.html#scaled-rate)"
             )
         return [_for_optimizer(learn, value, opt, step.samples) for opt, value in zip(learn.opts, rates, strict=True)]
 
@@ -219,7 +218,6 @@ def _rule(rate: ScaledLR, opt: Optimizer) -> str:
     raise ValueError(
         f"{rate!r} has no rule for {type(opt).__name__}: by itself it is 'linear' for SGD, and 'sqrt' for RMSprop and "
         "optimizers with betas, as Adam. Say which: scaled_lr(..., rule='linear') or rule='sqrt'"
-        " (errors.html#scaled-rate)"
     )
 
 

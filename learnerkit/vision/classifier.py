@@ -321,7 +321,6 @@ def _named(name: str) -> Callable[..., Any]:
     raise ValueError(
         f"no classifier {name!r}{near}; there are torchvision.models.list_models() and, where timm "
         "is installed, timm.list_models()"
-        " (errors.html#vision-model)"
     )
 
 
@@ -369,7 +368,6 @@ def _load(builder: Callable, weights: Any, model_kwargs: dict) -> nn.Module:
         raise RuntimeError(
             f"the weights of {_name(builder)} could not be downloaded ({e}). Without a connection, {put}, pass a "
             "module that has its weights, or train a new network with weights=None"
-            " (errors.html#download)"
         ) from e
 
 

@@ -156,5 +156,5 @@ def _check_maps(maps: Sequence[Tensor], model_fn: Any) -> None:
             f"unet_learner cannot take {getattr(model_fn, '__name__', model_fn)!r} apart: the encoder has to be a "
             "chain (nn.Sequential) of layers that make feature maps (n, channels, height, width) smaller and smaller, "
             "as ResNet, ConvNeXt, EfficientNet, DenseNet, MobileNet, RegNet and VGG do; choose it with cut=, a "
-            "function of the network that returns such a chain (errors.html#unet-encoder)"
+            "function of the network that returns such a chain (errors.html#vision-model)"
         )

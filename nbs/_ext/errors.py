@@ -1,6 +1,6 @@
-"""The error index: reads the entries of errors.md, and writes what the search page needs to find them by a message.
+"""The page of errors: reads its entries, and writes what the search page needs to find them by a message.
 
-In the page each message is a template, with {...} for each value.
+Each entry quotes a few messages, or how they begin, as templates with {...} for each value.
 """
 
 import json
@@ -17,7 +17,7 @@ _ADDRESS = re.compile(r" \(errors\.html#([a-z0-9-]+)\)$")
 
 
 class Entry(NamedTuple):
-    """An entry of the page: its anchor, its title, the templates of its messages, and what it says about them."""
+    """An entry of the page: its anchor, its title, the templates that it quotes, and what it says about them."""
 
     slug: str
     title: str

@@ -1,5 +1,6 @@
-// On the search page: shows the entries of the error index whose messages the searched text contains, with any values.
-// errorIndex (errors-index.js, written by nbs/_ext/errors.py) has [template, anchor, title] of each message.
+// On the search page: shows the entries of the page of errors that fit the searched text: it has the address of one, or
+// a message that one quotes, with any values.
+// errorIndex (errors-index.js, written by nbs/_ext/errors.py) has [template, anchor, title] of each quoted message.
 document.addEventListener("DOMContentLoaded", () => {
   const query = new URLSearchParams(location.search).get("q") || "";
   const place = document.getElementById("search-results");
@@ -60,6 +61,6 @@ document.addEventListener("DOMContentLoaded", () => {
     item.appendChild(document.createElement("p")).textContent = template.replaceAll("{}", "…");
   }
   const heading = document.createElement("h2");
-  heading.textContent = "In the error index";
+  heading.textContent = "On the page of errors";
   place.before(heading, list);
 });

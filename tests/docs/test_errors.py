@@ -1,104 +1,70 @@
-"""Every message of the library has an entry in the error index, and the search finds the entry by the message."""
+"""The page of errors: its addresses are those in messages, what it quotes is in the code, and the search finds it."""
 
+import ast
 import json
 import re
 import shutil
 import subprocess
+import sys
 from collections import Counter
 from functools import cache
+from pathlib import Path
 
 import pytest
-from error_messages import ENDS, MAKERS, ROOT, literal, messages, needs_address, raised
 
-from errors import address, entries, index_script, normal  # isort: skip  # nbs/_ext is put on the path by `error_messages`
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "nbs/_ext"))
 
-PASSED_ON = {  # places where a text of elsewhere is passed on, which is collected there or comes from another library
-    "learnerkit/__main__.py": 1,  # an exit code
-    "learnerkit/arguments.py": 2,  # lone_last_batch
-    "learnerkit/checkpoints/storage.py": 4,  # the errors of all ranks
-    "learnerkit/data/loaders.py": 1,  # _say
-    "learnerkit/doctor.py": 1,  # an exit code, as in the other __main__ modules
-    "learnerkit/endings.py": 1,  # raised in {callback}.{event}
-    "learnerkit/explain/__init__.py": 1,  # Explanation
-    "learnerkit/export/programs.py": 1,  # _refused
-    "learnerkit/launch/__main__.py": 1,
-    "learnerkit/launch/cli.py": 5,  # outcomes, NodeErrors and advice; the name of a signal
-    "learnerkit/launch/rank_main.py": 2,  # what the script exits with, and its traceback
-    "learnerkit/launch/report.py": 4,  # how_it_ended
-    "learnerkit/notebook/kernel.py": 3,  # _describe_death, and what the workers print and raise
-    "learnerkit/parallel/distributed.py": 1,  # how a model is divided
-    "learnerkit/parallel/watch.py": 2,  # the ranks' calls, and _describe
-    "learnerkit/preflight/facts.py": 1,  # an exit code
-    "learnerkit/preflight/local_checks.py": 1,  # free memory
-    "learnerkit/preflight/machines.py": 2,  # an exit code, and errors of checks
-    "learnerkit/preflight/ranks.py": 2,  # _likely_reason and _compare_samples
-    "learnerkit/preflight/step.py": 9,  # errors of model, loss, its count, metrics; lone_last_batch; out_of_range
-    "learnerkit/scaling/batch_size.py": 1,  # the bytes of a try that ends
-    "learnerkit/scaling/cost.py": 1,  # the error of a forked process
-    "learnerkit/sweep/__main__.py": 1,
-    "learnerkit/sweep/config.py": 3,  # refuse, and errors with the entry before them
-    "learnerkit/sweep/study.py": 1,  # the same of a search's own file
-    "learnerkit/utils.py": 2,  # warn and add_note_once
-    "learnerkit/distributed/facts.py": 1,  # warn_once
-}
+from errors import address, entries, index_script, normal  # noqa: E402
+
+BY_SEARCH = {"batch-entries", "files", "launch-report", "notes"}
+"""Families of notes and short messages, to which no address leads."""
 
 
 @cache  # not when the file is imported, which each of pytest's processes does
-def found():
-    return messages()
+def in_the_source():
+    "The texts in the package, with {} for each value of an f-string, and the addresses at their ends."
+    nodes = [node for file in (ROOT / "learnerkit").rglob("*.py") for node in ast.walk(ast.parse(file.read_bytes()))]
+    inner = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
+    texts = [
+        "".join(getattr(part, "value", "") if isinstance(part, ast.Constant) else "{}" for part in node.values)
+        if isinstance(node, ast.JoinedStr)
+        else node.value
+        for node in nodes
+        if isinstance(node, ast.JoinedStr)
+        or (isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inner)
+    ]
+    return {(normal(text), address(text)) for text in texts}
 
 
-@cache
-def by_template():
-    return {normal(template): entry for entry in entries() for template in entry.templates}
+def linked(*folders, kinds):
+    "The anchors of the page in files of some kinds, with the place of one link to each."
+    files = [file for folder in folders for file in (ROOT / folder).rglob("*") if file.suffix in kinds]
+    pattern = re.compile(r'errors\.(?:html|md)#([\w-]+)|entry(?:=|: str = )"([\w-]+)"')
+    return {one or other: file for file in files for one, other in pattern.findall(file.read_text(encoding="utf-8"))}
 
 
-def words(text):
-    return re.findall(r"[A-Za-z]{2,}", literal(text))
-
-
-def test_every_message_has_an_entry():
-    missing = {
-        f"{m.place}: {m.text}" for m in found() if len(words(m.text)) > 1 and normal(m.text) not in by_template()
-    }
-    assert not missing, "\n".join(sorted(missing))
-
-
-def test_whatever_is_raised_is_collected():
-    silent = {"SystemExit", "FitDone", "Interrupted", "mark"}  # without a text, as what cancels
-    names = {name for _, name in raised() if not name.endswith("Error") and not name.startswith("Cancel")}
-    assert names <= {*ENDS, *MAKERS} | silent
-
-
-def test_no_entry_has_a_message_that_is_in_the_source_no_more():
-    there = {normal(m.text) for m in found()}
-    assert not [template for template in by_template() if template not in there]
-
-
-def test_messages_without_words_are_those_of_other_errors():
-    bare = Counter(m.place.partition(":")[0] for m in found() if len(words(m.text)) < 2)
-    assert bare == PASSED_ON
-
-
-def test_a_message_is_in_one_entry_and_an_entry_says_what_to_do():
-    templates = Counter(normal(template) for entry in entries() for template in entry.templates)
-    assert not [template for template, n in templates.items() if n > 1]
-    slugs = Counter(re.findall(r"^\((.+)\)=$", (ROOT / "nbs/errors.md").read_text(encoding="utf-8"), re.MULTILINE))
-    assert slugs == Counter(entry.slug for entry in entries())  # so all were understood, and each is there once
-    assert not [entry.slug for entry in entries() if len(entry.text) < 80]
-
-
-def test_long_messages_end_with_the_address_of_their_entry():
-    without = {f"{m.place}: {m.text}" for m in found() if needs_address(m) and address(m.text) is None}
-    assert not without, "\n".join(sorted(without))
-    assert not [m for m in found() if (slug := address(m.text)) and by_template()[normal(m.text)].slug != slug]
-    assert not [m for m in found() if "errors.html" in normal(m.text)]  # only at the end
-
-
-def test_addresses_in_the_source_are_entries():
+def test_each_link_leads_to_an_entry_and_each_entry_has_one_or_is_found_by_search():
     slugs = {entry.slug for entry in entries()}
-    for file in (ROOT / "learnerkit").rglob("*.py"):
-        assert not set(re.findall(r"errors\.html#([\w-]+)", file.read_text(encoding="utf-8"))) - slugs, file
+    there = linked("learnerkit", "nbs", "examples", kinds={".py", ".md", ".ipynb"})
+    assert not {slug: file for slug, file in there.items() if slug not in slugs}
+    assert slugs - set(linked("learnerkit", kinds={".py"})) == BY_SEARCH
+
+
+def test_what_an_entry_quotes_is_in_the_source_with_its_address_or_none():
+    for entry in entries():
+        for quoted in map(normal, entry.templates):
+            found = {slug for text, slug in in_the_source() if quoted in text}
+            assert found, f"{entry.slug}: {quoted}"
+            assert found <= {None, entry.slug}, f"{entry.slug}: {quoted}"
+
+
+def test_an_entry_is_there_once_and_says_more_than_its_messages():
+    slugs = re.findall(r"^\((.+)\)=$", (ROOT / "nbs/errors.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert slugs == [entry.slug for entry in entries()]  # so all were understood
+    quoted = [normal(template) for entry in entries() for template in entry.templates]
+    assert not [each for each, n in Counter([*slugs, *quoted]).items() if n > 1]
+    assert not [entry.slug for entry in entries() if len(entry.text) < 200]
 
 
 SEARCH = """
@@ -130,18 +96,26 @@ def search(*queries):
     return json.loads(ran.stdout)
 
 
-def test_a_message_with_values_finds_its_entry():
+def first_of(shown):
+    return [each[0].partition("#")[2] if each else None for each in shown]
+
+
+def test_a_quoted_message_with_values_finds_its_entry():
     values = ["0.01", "'valid_los'", "Sequential", "(64, 10)", "/tmp/some where/model.pth", "rank 1, rank 2"]
     asked = [
-        (t, entry.slug)
-        for i, (t, entry) in enumerate(sorted(by_template().items()))
-        if i % 14 == 0 and len(words(t)) > 5
+        (entry.slug, "ValueError: " + values[len(quoted) % 6].join(quoted.split("{}")) + ", and more: give another one")
+        for entry in entries()
+        for quoted in map(normal, entry.templates)
+        if len(re.findall(r"[A-Za-z]{2,}", quoted)) > 5
     ]
-    texts = ["ValueError: " + values[len(t) % 6].join(t.split("{}")) for t, _ in asked]
-    shown = search(*texts)
-    wrong = [(text, slug, first) for text, (_, slug), first in zip(texts, asked, shown, strict=True)
-             if f"errors.html#{slug}" not in first[:1]]  # fmt: skip
-    assert not wrong
+    shown = first_of(search(*(text for _, text in asked)))
+    assert not [(*each, first) for each, first in zip(asked, shown, strict=True) if each[0] != first]
+
+
+def test_a_message_with_an_address_finds_its_entry_though_it_is_not_quoted():
+    quoted = [normal(template) for entry in entries() for template in entry.templates]
+    asked = [(text, slug) for text, slug in in_the_source() if slug and not any(each in text for each in quoted)]
+    assert first_of(search(*(f"{text} (errors.html#{slug})" for text, slug in asked))) == [slug for _, slug in asked]
 
 
 def test_a_message_is_found_without_its_end_or_with_broken_lines_and_other_queries_find_nothing():
@@ -150,9 +124,9 @@ def test_a_message_is_found_without_its_end_or_with_broken_lines_and_other_queri
         "and 0.1 on rank 1; 1 of 12 entries differ. Ranks drift apart when something changes state on one rank alone"
     )
     whole = (
-        f"{text}, such as a callback or code under `if distributed.is_main()`: do it on every rank, or give all ranks "
-        "rank 0's value with distributed.broadcast (errors.html#drift)"
+        f"{text}, such as a callback or code under `if distributed.is_main()`: do it on every rank, or give all ranks rank "
+        "0's value with distributed.broadcast (errors.html#drift)"
     )
     broken = "\n".join(whole[i : i + 37] for i in range(0, len(whole), 37))
     shown = search(text, broken, "distributed training on several gpus", "accuracy", "")
-    assert [each[:1] for each in shown] == [["errors.html#drift"], ["errors.html#drift"], [], [], []]
+    assert first_of(shown) == ["drift", "drift", None, None, None]
