@@ -124,8 +124,8 @@ def test_a_message_is_found_without_its_end_or_with_broken_lines_and_other_queri
         "and 0.1 on rank 1; 1 of 12 entries differ. Ranks drift apart when something changes state on one rank alone"
     )
     whole = (
-        f"{text}, such as a callback or code under `if distributed.is_main()`: do it on every rank, or give all ranks rank "
-        "0's value with distributed.broadcast (errors.html#drift)"
+        f"{text}, such as a callback or code under `if distributed.is_main()`: do it on every rank, or give all ranks "
+        "rank 0's value with distributed.broadcast (errors.html#drift)"
     )
     broken = "\n".join(whole[i : i + 37] for i in range(0, len(whole), 37))
     shown = search(text, broken, "distributed training on several gpus", "accuracy", "")
