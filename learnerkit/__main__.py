@@ -9,9 +9,9 @@ from importlib import import_module
 
 from learnerkit import __version__
 from learnerkit.launch.cli import Parser
-from learnerkit.launch.environment import usable_cores
 from learnerkit.launch.gpus import gpu_names
 from learnerkit.launch.node_info import versions
+from learnerkit.processes.machine import usable_cores
 from learnerkit.text import did_you_mean
 
 COMMANDS = {

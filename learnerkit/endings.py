@@ -1,6 +1,6 @@
 """How an exception ends a run: the one form in which this is known, on the exception, in messages and in reports.
 
-It is made of plain values, and needs the standard library alone, as the launcher does. `launch/rank_main.py`, which
+It is made of plain values, and needs the standard library alone, as the launcher does. `processes/rank_main.py`, which
 imports nothing of this package, reads the attribute `learnerkit_ending` of any exception.
 """
 

@@ -57,7 +57,6 @@ from learnerkit.explain import explain, is_out_of_memory
 from learnerkit.files import CheckpointError, File, Saved, fitted, save_whole
 from learnerkit.inspection.undoing import give_shapes, move_to_device, unchanged
 from learnerkit.large.mapped import made_model
-from learnerkit.launch.rank_main import shorten, wants_short
 from learnerkit.losses import (
     LossWeight,
     Weight,
@@ -78,6 +77,7 @@ from learnerkit.notebook.kernel import distrib_ctx
 from learnerkit.preflight.memory import explain_memory
 from learnerkit.preflight.ranks import check_distributed
 from learnerkit.preflight.step import check
+from learnerkit.processes.rank_main import shorten, wants_short
 from learnerkit.shards import Gatherer, rows_for
 from learnerkit.state import COUNTERS, TRANSIENT, RunState
 from learnerkit.utils import (

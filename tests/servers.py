@@ -7,7 +7,7 @@ import threading
 import time
 from contextlib import contextmanager, suppress
 
-from learnerkit.launch.environment import LOOPBACK
+from learnerkit.processes.machine import LOOPBACK
 
 
 @contextmanager

@@ -26,8 +26,10 @@ PACKAGE = ROOT / "learnerkit"
 # know nothing of each other.
 LAYERS = [
     ["text", "endings", "state", "torch_internals", "host_scalars", "shards"],
-    ["launch", "utils", "files", "events"],
-    ["distributed", "optim", "processes"],
+    ["utils", "files", "events"],
+    ["processes"],
+    ["launch"],
+    ["distributed", "optim"],
     ["callback", "data", "datasets", "large"],
     ["explain"],
     ["gradient_mean", "run_state"],
@@ -42,7 +44,7 @@ LAYERS = [
 ]
 
 # A worker runs the user's own script as `__main__`; nothing else is run as code.
-RUNS_CODE = {"launch.rank_main": 1}
+RUNS_CODE = {"processes.rank_main": 1}
 
 # A notebook's kernel and the workers it has started read what they write to each other, code of cells included; nobody
 # else reads, or can write, those files. Nothing else is read that runs what it says.
@@ -214,7 +216,7 @@ OTHERS = ("torch", "nn", "dist", "F", "sys", "threading", "atexit", "runpy", "IP
 
 
 # It is run by its path, and can import nothing of this package.
-PRIVATE = {"launch.rank_main": ["threading._shutdown", "atexit._run_exitfuncs"]}
+PRIVATE = {"processes.rank_main": ["threading._shutdown", "atexit._run_exitfuncs"]}
 
 
 @pytest.mark.parametrize("name", [name for name in MODULES if name != "torch_internals"])

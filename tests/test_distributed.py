@@ -17,7 +17,7 @@ from servers import FOREIGN, serving
 
 from learnerkit import distributed, on_rank0, rank0_first, set_seed
 from learnerkit.distributed import facts, meeting, seeds
-from learnerkit.launch.environment import LOOPBACK
+from learnerkit.processes.machine import LOOPBACK
 
 
 def test_facts_come_from_the_environment_when_asked(monkeypatch):

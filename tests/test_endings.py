@@ -13,7 +13,7 @@ from launching import SCRIPTS, environment
 from learnerkit import CancelFitException, PeerError
 from learnerkit.checkpoints.callback import Stopped
 from learnerkit.endings import Ending, ExceptionReport, ending_of, mark, may_follow, raised_in
-from learnerkit.launch import rank_main
+from learnerkit.processes import rank_main
 
 FULL = Ending(True, True, True, 15, 1, "before_batch", "Fails", 2, 3, "ValueError: the cause")
 
@@ -110,7 +110,7 @@ def test_an_error_passes_ten_files_up_to_the_launchers_print(place, kind):
     on_rank, in_launcher = (
         set(json.loads(line[8:])) for line in done.stdout.splitlines() if line.startswith("passed: ")
     )
-    assert {"endings.py", "parallel/agreement.py", "parallel/watch.py", "launch/rank_main.py"} <= on_rank
+    assert {"endings.py", "parallel/agreement.py", "parallel/watch.py", "processes/rank_main.py"} <= on_rank
     assert {"endings.py", "launch/supervise.py", "launch/report.py"} <= in_launcher
     passed = on_rank | in_launcher | {"learner.py"}  # the learner calls what explains the error
     assert len(passed) <= 10, passed

@@ -11,7 +11,7 @@ import pytest
 
 import learnerkit
 from learnerkit import __main__ as command
-from learnerkit.launch.environment import usable_cores
+from learnerkit.processes.machine import usable_cores
 
 
 def test_by_itself_it_prints_versions_the_machine_and_the_commands(capsys):

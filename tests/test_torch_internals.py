@@ -20,7 +20,7 @@ from torch.utils.data._utils.worker import WorkerInfo
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from learnerkit import torch_internals
-from learnerkit.launch.environment import LOOPBACK
+from learnerkit.processes.machine import LOOPBACK
 
 NAMES = {
     "BatchNorm": lambda: nn.modules.batchnorm._BatchNorm,
@@ -60,8 +60,8 @@ NAMES = {
     "what a worker knows of itself": lambda: worker._worker_info,
     "the stacks of all threads": lambda: sys._current_frames,
     "a caller's frame": lambda: sys._getframe,
-    "joining threads (launch/rank_main.py)": lambda: threading._shutdown,
-    "running exit hooks (launch/rank_main.py)": lambda: atexit._run_exitfuncs,
+    "joining threads (processes/rank_main.py)": lambda: threading._shutdown,
+    "running exit hooks (processes/rank_main.py)": lambda: atexit._run_exitfuncs,
 }
 
 PARAMETERS = {

@@ -25,7 +25,8 @@ from learnerkit.checkpoints.storage import Checkpoint, Lock, Storage, candidates
 from learnerkit.endings import mark
 from learnerkit.events import CancelFitException, FitDone
 from learnerkit.files import CheckpointError, remove
-from learnerkit.parallel.agreement import END, SAVE, Request, end_at_once
+from learnerkit.parallel.agreement import END, SAVE, Request
+from learnerkit.processes.ends import end_at_once
 from learnerkit.run_state import EPOCH, FIT, TRAIN, TRAINED, Resumption, first_attributes, fitting, keys, state_dict
 from learnerkit.shards import local
 from learnerkit.text import first_few, format_time, printable

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from learnerkit.distributed.facts import PeerError, default_device, is_joined, rank, world_size
-from learnerkit.launch.ping import NotAStore, has_closed, store_answers
+from learnerkit.processes.sockets import NotAStore, has_closed, store_answers
 from learnerkit.torch_internals import await_thread_list_lock, compare_calls, default_store, default_timeout
 
 JOIN_SECONDS = 35.0
@@ -130,7 +130,7 @@ def await_all(keys: dist.Store, what: str, timeout: float, none_moves: Callable[
         raise not_together(ended)
     # Rank 0, which may host the store, tells those that wait that it ends: of a store that goes torch prints a lot.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    ends, waiting = f"learnerkit/ended/{attempt}", f"learnerkit/waiting/{attempt}"  # set in launch/rank_main.py
+    ends, waiting = f"learnerkit/ended/{attempt}", f"learnerkit/waiting/{attempt}"  # set in processes/rank_main.py
     try:
         keys.set(names[here], json.dumps(what))
         root.add(waiting, 1)

@@ -23,7 +23,7 @@ from learnerkit.export.reading import NoData
 from learnerkit.images.augmentation import ImageAugmentation
 from learnerkit.images.reading import ImageReader
 from learnerkit.images.targets import ReadImages, TargetReader, listed, transformed
-from learnerkit.launch.environment import usable_cores
+from learnerkit.processes.machine import usable_cores
 from learnerkit.text import did_you_mean, first_few
 from learnerkit.utils import suggests_keywords
 

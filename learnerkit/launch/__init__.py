@@ -4,9 +4,8 @@ It imports the standard library only, and torch just to find other machines. The
 
 - cli.py reads the command line and makes the attempts. gpus.py counts GPUs; slurm.py reads, or writes, a SLURM job.
 - nodes.py begins an attempt with the launchers of other machines, and agrees with them on its end. rendezvous.py finds
-  them (addresses.py, ping.py), and node_info.py checks that they match.
-- supervise.py starts, watches and stops the ranks of this machine. environment.py sets their variables, and guard.py
-  ends what they have started if the launcher is killed.
-- rank_main.py is the program of each rank: it runs the script. heartbeat.py tells where in the script a rank is.
+  them (addresses.py), and node_info.py checks that they match.
+- supervise.py starts, watches and stops the ranks of this machine, and environment.py sets their variables. The program
+  of each rank is processes/rank_main.py.
 - report.py says in words which rank failed first.
 """

@@ -5,7 +5,7 @@ import socket
 import struct
 import sys
 
-from learnerkit.launch.environment import LOOPBACK_INTERFACE
+from learnerkit.processes.machine import LOOPBACK_INTERFACE
 
 ANYWHERE = "192.0.2.1"  # of TEST-NET-1 (RFC 5737): nobody has it, but the kernel would route to it
 SIOCGIFADDR = 0x8915  # from <linux/sockios.h>: the IPv4 address of a network interface

@@ -13,12 +13,12 @@ from typing import Any, NoReturn
 
 from learnerkit.launch import slurm, supervise
 from learnerkit.launch.addresses import NodeError, parse_endpoint
-from learnerkit.launch.environment import LOOPBACK
 from learnerkit.launch.gpus import choose_gpus, gpu_names
 from learnerkit.launch.nodes import begin_alone, begin_with_others
 from learnerkit.launch.rendezvous import Elastic, Rendezvous, Static
 from learnerkit.launch.report import say
 from learnerkit.launch.supervise import Attempt, Interrupted, Job
+from learnerkit.processes.machine import LOOPBACK
 from learnerkit.text import did_you_mean, escaped_line, printable, signal_name
 
 PORT = 29500  # of the nodes' rendezvous unless another one is given, as with torchrun

@@ -1,15 +1,10 @@
-"""The environment variables of the processes of a run, as torch and its users read them, and memory that they share."""
+"""The environment variables of the processes of a run, as torch and its users read them."""
 
-import os
 import re
-import sys
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-LOOPBACK = "127.0.0.1"
-LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
+from learnerkit.processes.machine import LOOPBACK, LOOPBACK_INTERFACE
 
 
 @dataclass(frozen=True)
@@ -82,24 +77,3 @@ def rank_environment(
         "TORCHELASTIC_RESTART_COUNT": str(topology.attempt),
         "TORCHELASTIC_MAX_RESTARTS": str(topology.restarts),
     }
-
-
-def shared_file(size: int = 0) -> tuple[Any, str]:
-    """Create a file of `size` bytes for other processes of this machine; return it, and the path by which they open it.
-
-    It is removed with this process, and is in memory where the system allows it.
-    """
-    file: Any
-    if hasattr(os, "memfd_create"):
-        file = os.fdopen(os.memfd_create("learnerkit"), "r+b")
-        path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
-    else:
-        file = tempfile.NamedTemporaryFile(prefix="learnerkit-")  # noqa: SIM115 - it stays open while it is wanted
-        path = file.name
-    file.truncate(size)
-    return file, path
-
-
-def usable_cores() -> int:
-    """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

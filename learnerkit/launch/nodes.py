@@ -14,11 +14,12 @@ from dataclasses import replace
 from typing import Any
 
 from learnerkit.launch.addresses import NodeError, family_of, own_address
-from learnerkit.launch.environment import LOOPBACK, Topology
+from learnerkit.launch.environment import Topology
 from learnerkit.launch.node_info import check_that_nodes_match, name_of, node_info, topology_of
 from learnerkit.launch.rendezvous import Rendezvous
 from learnerkit.launch.report import Outcome
 from learnerkit.launch.supervise import Attempt
+from learnerkit.processes.machine import LOOPBACK
 from learnerkit.text import first_few, in_one_line
 
 SIGN_SECONDS = 0.5  # between two signs of life

@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import Any
 
 from learnerkit.launch.addresses import NodeError, family_of, is_own, own_address
-from learnerkit.launch.ping import ANSWER_SECONDS, NotAStore, store_answers
+from learnerkit.processes.sockets import ANSWER_SECONDS, NotAStore, store_answers
 from learnerkit.text import in_one_line
 
 STORE_SECONDS = 10.0  # for an answer of the store

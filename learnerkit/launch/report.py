@@ -10,8 +10,8 @@ from typing import IO
 
 from learnerkit.endings import ExceptionReport, is_collective_error
 from learnerkit.launch.environment import Topology
-from learnerkit.launch.heartbeat import Heartbeat
-from learnerkit.launch.rank_main import wants_short
+from learnerkit.processes.heartbeat import Heartbeat
+from learnerkit.processes.rank_main import wants_short
 from learnerkit.text import escaped, killed_by, signal_name
 
 MAY_FOLLOW, FOLLOWS = 1, 2  # see follows

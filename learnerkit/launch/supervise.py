@@ -18,7 +18,6 @@ from typing import IO, Any, TypeVar
 
 from learnerkit.endings import ExceptionReport, where
 from learnerkit.launch.environment import Topology, rank_environment
-from learnerkit.launch.heartbeat import Heartbeat
 from learnerkit.launch.report import (
     Outcome,
     Rank,
@@ -31,12 +30,14 @@ from learnerkit.launch.report import (
     say,
     stopped_by,
 )
+from learnerkit.processes.ends import kill_group
+from learnerkit.processes.heartbeat import Heartbeat
 from learnerkit.text import signal_name
 
 T = TypeVar("T")
 
-RANK_MAIN = Path(__file__).with_name("rank_main.py")
-GUARD = Path(__file__).with_name("guard.py")
+PROGRAMS = Path(__file__).parent.with_name("processes")
+RANK_MAIN, GUARD = PROGRAMS / "rank_main.py", PROGRAMS / "guard.py"
 
 POLL_SECONDS = 0.02
 CAUSE_SECONDS = 5.0  # after a failure that another rank may have caused: time for that one to end and say why
@@ -421,12 +422,3 @@ def kill(ranks: list[Rank]) -> None:
     deadline = time.monotonic() + KILL_SECONDS
     while (running(ranks) or any(kill_group(rank.process.pid, 0) for rank in ranks)) and time.monotonic() < deadline:
         time.sleep(0.005)
-
-
-def kill_group(group: int, signum: int = signal.SIGKILL) -> bool:
-    """Send a signal to all processes of a group; tell whether there were any. Signal 0 only looks."""
-    try:
-        os.killpg(group, signum)
-    except (ProcessLookupError, PermissionError):  # macOS does not permit it if only dead processes are left
-        return False
-    return True

@@ -28,11 +28,12 @@ import torch.distributed as dist
 
 from learnerkit import distributed, torch_internals
 from learnerkit.endings import ExceptionReport
-from learnerkit.launch.environment import LOOPBACK, Topology, rank_environment
-from learnerkit.launch.supervise import kill_group
+from learnerkit.launch.environment import Topology, rank_environment
 from learnerkit.notebook import settings, transfer
 from learnerkit.notebook.pickling import load_error
 from learnerkit.parallel.distributed import OWN_DEVICE, DistributedCallback, member_of
+from learnerkit.processes.ends import kill_group
+from learnerkit.processes.machine import LOOPBACK
 from learnerkit.text import killed_by
 from learnerkit.utils import front_end, ipython_shell, same, warn
 
@@ -44,7 +45,7 @@ LEAVE_SECONDS = 5.0  # when the context is left: for workers to end
 
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from learnerkit.launch.rank_main import end_process; from learnerkit.notebook.worker import serve; "
+    "from learnerkit.processes.rank_main import end_process; from learnerkit.notebook.worker import serve; "
     "serve(int(sys.argv[2]), sys.argv[3]); end_process(0)"
 )
 

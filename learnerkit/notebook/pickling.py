@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from learnerkit.callback import Callback
-from learnerkit.launch.environment import shared_file
+from learnerkit.processes.machine import shared_file
 from learnerkit.torch_internals import loader_attributes
 
 _VALUES = frozenset({type(None), bool, int, float, complex, str, bytes, tuple, frozenset})

@@ -7,7 +7,6 @@ a cancel cannot wait for that: `watch.py` tells the others and frees those that 
 """
 
 import math
-import os
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -32,6 +31,7 @@ from learnerkit.events import (
     Event,
 )
 from learnerkit.parallel.watch import Watch
+from learnerkit.processes.ends import end_at_once
 from learnerkit.text import in_one_line
 
 if TYPE_CHECKING:
@@ -69,12 +69,6 @@ class Request:
     def done(self) -> None:
         """Note that it has been done."""
         self.mine = self.agreed = 0
-
-
-def end_at_once() -> None:
-    """End this process as SIGTERM does where nobody handles it."""
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 STEP, AFTER_BATCH, NEXT_BATCH = 1, 2, 3

@@ -30,8 +30,8 @@ from learnerkit import distributed
 from learnerkit.distributed import PeerError, collectives, meeting
 from learnerkit.endings import Ending, where
 from learnerkit.host_scalars import HostCopy
-from learnerkit.launch.heartbeat import Heartbeat
-from learnerkit.launch.ping import open_sockets
+from learnerkit.processes.heartbeat import Heartbeat
+from learnerkit.processes.sockets import open_sockets
 from learnerkit.torch_internals import abort_nccl, frame_of_thread, waits_for_ranks
 
 GRACE_SECONDS = 0.5

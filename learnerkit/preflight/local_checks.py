@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from learnerkit import __version__, distributed
 from learnerkit.launch.addresses import interface_of, own_address
-from learnerkit.launch.environment import LOOPBACK_INTERFACE
 from learnerkit.preflight.facts import Facts, Judge, by_machine, hosts, per_machine, places
 from learnerkit.preflight.report import HINT, NOTHING, OK, WRONG, Finding
+from learnerkit.processes.machine import LOOPBACK_INTERFACE
 from learnerkit.text import first_few, in_units
 
 

@@ -22,9 +22,9 @@ import torch.distributed as dist
 
 from learnerkit.endings import Ending, ExceptionReport, ending_of
 from learnerkit.files import save_whole
-from learnerkit.launch.environment import LOOPBACK, LOOPBACK_INTERFACE
-from learnerkit.launch.rank_main import user_traceback
-from learnerkit.launch.supervise import kill_group
+from learnerkit.processes.ends import kill_group
+from learnerkit.processes.machine import LOOPBACK, LOOPBACK_INTERFACE
+from learnerkit.processes.rank_main import user_traceback
 
 
 def run_in_forks(jobs: Sequence[Callable[[Path], dict]], end: float) -> list[Any]:

@@ -11,10 +11,10 @@ import torch
 
 from learnerkit import distributed
 from learnerkit.endings import ExceptionReport
-from learnerkit.launch.environment import usable_cores
 from learnerkit.parallel.data_parallel import ParallelCallback
 from learnerkit.parallel.distributed import DistributedCallback, member_of
 from learnerkit.processes.forks import cause, join_forks, run_in_forks
+from learnerkit.processes.machine import usable_cores
 from learnerkit.scaling.forecast import Forecast, forecast
 from learnerkit.scaling.links import Link, all_reduce_seconds, ddp_buckets, measure_link
 from learnerkit.scaling.trials import Pace, pace, pace_alone

@@ -12,8 +12,8 @@ from torch import nn
 from learnerkit import arguments, distributed, parallel
 from learnerkit.callbacks.accumulation import GradientAccumulation
 from learnerkit.data.loaders import DataLoaders
-from learnerkit.launch.environment import usable_cores
 from learnerkit.parallel.distributed import member_of
+from learnerkit.processes.machine import usable_cores
 from learnerkit.scaling.cost import cost_in_forks, cost_of_one, cost_on_ranks
 from learnerkit.scaling.noise import GradientNoiseScale
 from learnerkit.scaling.parts import BACKWARD, Stopwatch, mean_parts, slowest, waiting

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from learnerkit.launch import supervise
-from learnerkit.launch.environment import usable_cores
 from learnerkit.launch.nodes import begin_alone
 from learnerkit.launch.report import Outcome
 from learnerkit.launch.supervise import ENDING_SIGNALS, Interrupted, Job
+from learnerkit.processes.machine import usable_cores
 from learnerkit.sweep.script import PARAMS, TRIAL
 from learnerkit.sweep.study import Run, Study
 from learnerkit.text import signal_name

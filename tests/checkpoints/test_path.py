@@ -77,6 +77,7 @@ def test_a_checkpoint_passes_eight_files_when_it_is_written_and_eight_when_it_is
     for name in ("_compare", "_tell"):  # what the user is told
         watch(monkeypatch, read, CheckpointCallback, name, looks=False)
     run(job, make(job, tmp_path, resume=True))
-    for found in (written.files - HELPERS, read.files - HELPERS):
+    for files in (written.files - HELPERS, read.files - HELPERS):
+        found = {"distributed" if file.startswith("distributed/") else file for file in files}  # the room counts as one
         assert {"checkpoints/callback.py", "checkpoints/storage.py", "run_state.py", "files.py"} <= found
         assert len(found) <= 8, sorted(found)

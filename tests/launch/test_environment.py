@@ -2,7 +2,8 @@
 
 import sys
 
-from learnerkit.launch.environment import Topology, rank_environment, shared_file
+from learnerkit.launch.environment import Topology, rank_environment
+from learnerkit.processes.machine import shared_file
 from learnerkit.text import escaped, escaped_line, killed_by
 
 

@@ -20,12 +20,12 @@ from servers import FOREIGN, serving
 
 from learnerkit.launch import rendezvous
 from learnerkit.launch.addresses import NodeError, interface_of, is_own, own_address, parse_endpoint
-from learnerkit.launch.environment import LOOPBACK, LOOPBACK_INTERFACE
 from learnerkit.launch.node_info import check_that_nodes_match, fingerprint, topology_of, versions
 from learnerkit.launch.nodes import begin_alone, begin_with_others
-from learnerkit.launch.ping import torch_is_tested
 from learnerkit.launch.rendezvous import Elastic, Rendezvous, Static
 from learnerkit.launch.report import Outcome
+from learnerkit.processes.machine import LOOPBACK, LOOPBACK_INTERFACE
+from learnerkit.processes.sockets import torch_is_tested
 
 LIMIT = 100  # seconds for any one step of a test
 

@@ -16,9 +16,10 @@ import pytest
 from torch.distributed import DistError, TCPStore
 
 from learnerkit.endings import Ending, ExceptionReport, is_collective_error
-from learnerkit.launch import rank_main, supervise
+from learnerkit.launch import supervise
 from learnerkit.launch.environment import Topology
 from learnerkit.launch.report import Outcome, Rank
+from learnerkit.processes import rank_main
 
 
 def says(err):

@@ -26,8 +26,8 @@ from learnerkit import (
     WandbCallback,
     mae,
 )
-from learnerkit.launch.environment import LOOPBACK
 from learnerkit.loggers.logger import flat
+from learnerkit.processes.machine import LOOPBACK
 
 pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning")]  # of the trackers' own code
 

@@ -65,8 +65,8 @@ def train(place: str, kind: str) -> None:
     from learnerkit.callback import Dispatch, kept_flags
     from learnerkit.callbacks.training import TrainEvalCallback
     from learnerkit.data.stream import reading
-    from learnerkit.launch.heartbeat import Heartbeat
     from learnerkit.optim import no_gradients_left
+    from learnerkit.processes.heartbeat import Heartbeat
     from learnerkit.utils import training_modes
 
     PUT_BACK = (
@@ -101,7 +101,7 @@ def train(place: str, kind: str) -> None:
 def launch() -> int:
     """Launch this script, and return the exit code."""
     from learnerkit.launch import cli, supervise
-    from learnerkit.launch.heartbeat import Heartbeat
+    from learnerkit.processes.heartbeat import Heartbeat
 
     put_back.add(Heartbeat.close.__code__)
     record_end = supervise.record_end

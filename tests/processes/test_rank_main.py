@@ -8,11 +8,12 @@ import time
 
 import pytest
 
-from learnerkit.launch import rank_main, supervise
+from learnerkit.launch import supervise
+from learnerkit.processes import rank_main
 
 ENDING = """
 import atexit, os, sys, threading, time
-from learnerkit.launch.rank_main import end_process as end
+from learnerkit.processes.rank_main import end_process as end
 
 class Loud:
     def __del__(self, write=os.write):
@@ -72,7 +73,7 @@ def test_a_group_is_killed_with_all_that_it_has_started():
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux kills with the parent")
 def test_a_process_dies_with_its_parent_and_takes_its_forked_children_along():
     child = (
-        "import os, sys, time; from learnerkit.launch.rank_main import die_with_parent, tie_forked_children\n"
+        "import os, sys, time; from learnerkit.processes.rank_main import die_with_parent, tie_forked_children\n"
         "die_with_parent(int(sys.argv[1])); tie_forked_children(); os.fork(); print(flush=True); time.sleep(60)"
     )
     parent = f"import os, subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}, str(os.getpid())])"

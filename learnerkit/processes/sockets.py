@@ -17,7 +17,7 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from learnerkit.launch.environment import LOOPBACK
+from learnerkit.processes.machine import LOOPBACK
 
 ECHO = b"\r\n\r\n"  # what the store is to send back; to a server that reads lines it ends a request, which it refuses
 PING = struct.pack("=BIB", 0, 0x3C85F7CE, 13) + ECHO  # VALIDATE with its number, PING with a number to return

@@ -11,9 +11,9 @@ from helpers import mostly_slow, mostly_soak
 from servers import FOREIGN, serving, slowly
 from torch.distributed import TCPStore
 
-from learnerkit.launch import ping
-from learnerkit.launch.environment import LOOPBACK
-from learnerkit.launch.ping import NotAStore, own_store_answers, ping_is_known, store_answers, torch_is_tested
+from learnerkit.processes import sockets
+from learnerkit.processes.machine import LOOPBACK
+from learnerkit.processes.sockets import NotAStore, own_store_answers, ping_is_known, store_answers, torch_is_tested
 
 
 @pytest.fixture
@@ -34,8 +34,8 @@ def test_the_store_of_this_torch_answers_the_ping(own_store):
     for modern in (True, False):
         store = store_at(use_libuv=modern)
         with socket.create_connection((LOOPBACK, store.port), timeout=5) as connection:
-            connection.sendall(ping.PING)
-            assert connection.recv(64) == ping.ECHO
+            connection.sendall(sockets.PING)
+            assert connection.recv(64) == sockets.ECHO
         assert store_answers(LOOPBACK, store.port, 0.0)
         store.set("as", "ever")
         assert store.get("as") == b"ever"
@@ -81,13 +81,13 @@ def test_a_strange_answer_is_shown_in_one_line():
 
 
 def test_what_always_closes_is_given_up_even_by_the_patient(monkeypatch):
-    monkeypatch.setattr(ping, "ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(sockets, "ANSWER_SECONDS", 0.5)
     with serving(FOREIGN["closes"][0]) as port, pytest.raises(NotAStore, match="it closes every connection"):
         store_answers(LOOPBACK, port, math.inf)
 
 
 def test_a_store_may_be_slow(monkeypatch):
-    monkeypatch.setattr(ping, "PROMPT_SECONDS", 0.05)
+    monkeypatch.setattr(sockets, "PROMPT_SECONDS", 0.05)
     store = store_at()
     with serving(slowly(store.port, 0.5)) as port:
         assert store_answers(LOOPBACK, port, 60.0)
@@ -95,7 +95,7 @@ def test_a_store_may_be_slow(monkeypatch):
 
 
 def test_a_store_may_come_after_what_closed_the_connection(monkeypatch):
-    monkeypatch.setattr(ping, "RETRY_SECONDS", 0.1)
+    monkeypatch.setattr(sockets, "RETRY_SECONDS", 0.1)
     store, closed = store_at(), []
 
     def serve(connection):
@@ -113,19 +113,19 @@ def test_a_store_may_come_after_what_closed_the_connection(monkeypatch):
     [("2.10.0", True), ("2.15.1+cu132", True), ("2.16.0", False), ("3.0.0", False), ("git", False)],
 )
 def test_which_torch_need_not_be_asked(monkeypatch, release, tested):
-    monkeypatch.setattr(ping, "TESTED", (2, 15))
-    monkeypatch.setattr(ping, "version", lambda name: release)
+    monkeypatch.setattr(sockets, "TESTED", (2, 15))
+    monkeypatch.setattr(sockets, "version", lambda name: release)
     assert torch_is_tested() is tested
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", mostly_soak(FOREIGN, "http", "closes"))
 def test_if_the_protocol_has_changed_nothing_counts_as_something_else(own_store, monkeypatch, name):
-    monkeypatch.setattr(ping, "TESTED", (2, 9))
+    monkeypatch.setattr(sockets, "TESTED", (2, 9))
     assert ping_is_known()
     own_store.cache_clear()
-    monkeypatch.setattr(ping, "PING", b"\x00another\x00")
-    monkeypatch.setattr(ping, "OWN_SECONDS", 0.5)
+    monkeypatch.setattr(sockets, "PING", b"\x00another\x00")
+    monkeypatch.setattr(sockets, "OWN_SECONDS", 0.5)
     assert not ping_is_known()
     with serving(FOREIGN[name][0]) as port:
         assert store_answers(LOOPBACK, port, 60.0)

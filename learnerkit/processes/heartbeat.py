@@ -7,7 +7,7 @@ import time
 from functools import partial
 from typing import Any
 
-from learnerkit.launch.environment import shared_file
+from learnerkit.processes.machine import shared_file
 
 
 class Heartbeat:
