@@ -65,14 +65,6 @@ def test_commands_begin_a_line(start):
     assert re.search(rf"^{re.escape(start)}\b", README, re.MULTILINE)
 
 
-def test_the_commands_of_the_check_are_those_that_ci_looks_for():
-    (starts,) = re.findall(r"^for start in (.*); do$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
-    patterns = re.findall(r'"([^"]+)"', starts)
-    assert len(patterns) >= 3
-    for pattern in patterns:
-        assert re.search(f"^{pattern}", README, re.MULTILINE), pattern
-
-
 def test_it_is_short_and_begins_with_what_a_newcomer_needs():
     lines = README.splitlines()
     assert len(lines) <= 120

@@ -12,6 +12,7 @@ import torch
 from helpers import read_report
 from launching import SCRIPTS, environment, in_time
 
+from learnerkit import __version__
 from learnerkit.preflight import joint_checks, local_checks, machines, report
 from learnerkit.preflight.facts import Board
 from learnerkit.preflight.joint_checks import JOINT
@@ -351,7 +352,7 @@ def test_two_machines_that_differ(tmp_path):
     assert {topic for topic, mark in found.items() if mark == WRONG} == {"versions", "interface", "all-reduce"}
     assert {topic for topic, mark in found.items() if mark == HINT} == {"file system", "clock"}
     text = " ".join(out.split())
-    assert r"learnerkit 0.0.9 on rank 1 (host1\x1b[2J), 0.1.0 on rank 0 (host0\x1b[2J)" in text
+    assert rf"learnerkit 0.0.9 on rank 1 (host1\x1b[2J), {__version__} on rank 0 (host0\x1b[2J)" in text
     assert "up to 5.0 s ahead of rank 0's on rank 1" in text
     assert "could not be checked on rank 1 (host1\\x1b[2J): ZeroDivisionError" in text
     assert "set to loopback" in text
