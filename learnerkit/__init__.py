@@ -3,6 +3,7 @@
 Public names are resolved on first use (PEP 562), so that `python -m learnerkit.launch` starts without importing torch.
 """
 
+import warnings
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, NoReturn
@@ -23,13 +24,8 @@ if TYPE_CHECKING:  # for editors and type checkers, which do not follow __getatt
     from learnerkit.callbacks.averaging import SWA as SWA
     from learnerkit.callbacks.carried import CarriedState as CarriedState
     from learnerkit.callbacks.debugging import OverfitBatch as OverfitBatch
-    from learnerkit.callbacks.debugging import ProfilerCallback as ProfilerCallback
+    from learnerkit.callbacks.debugging import Profiler as Profiler
     from learnerkit.callbacks.debugging import ShortEpochCallback as ShortEpochCallback
-    from learnerkit.callbacks.lr_find import SuggestionMethod as SuggestionMethod
-    from learnerkit.callbacks.lr_find import minimum as minimum
-    from learnerkit.callbacks.lr_find import slide as slide
-    from learnerkit.callbacks.lr_find import steep as steep
-    from learnerkit.callbacks.lr_find import valley as valley
     from learnerkit.callbacks.precision import ChannelsLast as ChannelsLast
     from learnerkit.callbacks.precision import Compile as Compile
     from learnerkit.callbacks.precision import GradientClip as GradientClip
@@ -39,25 +35,15 @@ if TYPE_CHECKING:  # for editors and type checkers, which do not follow __getatt
     from learnerkit.callbacks.recomputing import ActivationCheckpointing as ActivationCheckpointing
     from learnerkit.callbacks.recorder import Recorder as Recorder
     from learnerkit.callbacks.schedule import ParamScheduler as ParamScheduler
-    from learnerkit.callbacks.schedule import SchedCos as SchedCos
-    from learnerkit.callbacks.schedule import SchedExp as SchedExp
-    from learnerkit.callbacks.schedule import SchedLin as SchedLin
-    from learnerkit.callbacks.schedule import SchedNo as SchedNo
-    from learnerkit.callbacks.schedule import SchedPoly as SchedPoly
     from learnerkit.callbacks.schedule import TorchScheduler as TorchScheduler
-    from learnerkit.callbacks.schedule import combine_scheds as combine_scheds
-    from learnerkit.callbacks.schedule import combined_cos as combined_cos
     from learnerkit.callbacks.schedule import linear_warmup as linear_warmup
     from learnerkit.callbacks.splitting import SplitBatch as SplitBatch
     from learnerkit.callbacks.tracking import EarlyStoppingCallback as EarlyStoppingCallback
     from learnerkit.callbacks.tracking import ReduceLROnPlateau as ReduceLROnPlateau
     from learnerkit.callbacks.tracking import SaveModelCallback as SaveModelCallback
     from learnerkit.callbacks.tracking import TerminateOnNaNCallback as TerminateOnNaNCallback
-    from learnerkit.callbacks.tracking import TrackerCallback as TrackerCallback
     from learnerkit.callbacks.tracking import ValidateEvery as ValidateEvery
-    from learnerkit.callbacks.training import BnFreeze as BnFreeze
     from learnerkit.callbacks.training import MCDropout as MCDropout
-    from learnerkit.callbacks.training import TrainEvalCallback as TrainEvalCallback
     from learnerkit.checkpoints.callback import CheckpointCallback as CheckpointCallback
     from learnerkit.data import DataLoaders as DataLoaders
     from learnerkit.distributed import on_rank0 as on_rank0
@@ -70,7 +56,6 @@ if TYPE_CHECKING:  # for editors and type checkers, which do not follow __getatt
     from learnerkit.events import CancelStepException as CancelStepException
     from learnerkit.events import CancelTrainException as CancelTrainException
     from learnerkit.events import CancelValidException as CancelValidException
-    from learnerkit.events import Event as Event
     from learnerkit.export.hub import push_to_hub as push_to_hub
     from learnerkit.files import CheckpointError as CheckpointError
     from learnerkit.images.augmentation import ImageAugmentation as ImageAugmentation
@@ -105,10 +90,9 @@ if TYPE_CHECKING:  # for editors and type checkers, which do not follow __getatt
     from learnerkit.metrics import perplexity as perplexity
     from learnerkit.metrics import rmse as rmse
     from learnerkit.metrics import top_k_accuracy as top_k_accuracy
+    from learnerkit.parallel import DataParallelCallback as DataParallelCallback
     from learnerkit.parallel import DistributedCallback as DistributedCallback
-    from learnerkit.parallel import DriftCheck as DriftCheck
     from learnerkit.parallel import ParallelCallback as ParallelCallback
-    from learnerkit.parallel import PeerError as PeerError
     from learnerkit.scaling.monitor import ScalingMonitor as ScalingMonitor
     from learnerkit.scaling.noise import GradientNoiseScale as GradientNoiseScale
     from learnerkit.scaling.rate import scaled_lr as scaled_lr
@@ -116,7 +100,6 @@ if TYPE_CHECKING:  # for editors and type checkers, which do not follow __getatt
     from learnerkit.tabular.data import TabularData as TabularData
     from learnerkit.tabular.model import TabularModel as TabularModel
     from learnerkit.tabular.model import tabular_learner as tabular_learner
-    from learnerkit.utils import unwrap as unwrap
     from learnerkit.vision.classifier import vision_learner as vision_learner
     from learnerkit.vision.unet import unet_learner as unet_learner
 
@@ -126,27 +109,22 @@ _HOMES = {
     "callbacks.augmentation": ["BatchTransform", "CutMix", "MixUp"],
     "callbacks.averaging": ["EMA", "SWA"],
     "callbacks.carried": ["CarriedState"],
-    "callbacks.debugging": ["OverfitBatch", "ProfilerCallback", "ShortEpochCallback"],
-    "callbacks.lr_find": ["SuggestionMethod", "minimum", "slide", "steep", "valley"],
+    "callbacks.debugging": ["OverfitBatch", "Profiler", "ShortEpochCallback"],
     "callbacks.precision": ["ChannelsLast", "Compile", "GradientClip", "MixedPrecision"],
     "callbacks.progress": ["ProgressCallback", "ShowGraphCallback"],
     "callbacks.recorder": ["Recorder"],
     "callbacks.recomputing": ["ActivationCheckpointing"],
-    "callbacks.schedule": [
-        "ParamScheduler", "SchedCos", "SchedExp", "SchedLin", "SchedNo", "SchedPoly", "TorchScheduler",
-        "combine_scheds", "combined_cos", "linear_warmup",
-    ],
+    "callbacks.schedule": ["ParamScheduler", "TorchScheduler", "linear_warmup"],
     "callbacks.splitting": ["SplitBatch"],
     "callbacks.tracking": [
-        "EarlyStoppingCallback", "ReduceLROnPlateau", "SaveModelCallback", "TerminateOnNaNCallback",
-        "TrackerCallback", "ValidateEvery",
+        "EarlyStoppingCallback", "ReduceLROnPlateau", "SaveModelCallback", "TerminateOnNaNCallback", "ValidateEvery",
     ],
-    "callbacks.training": ["BnFreeze", "MCDropout", "TrainEvalCallback"],
+    "callbacks.training": ["MCDropout"],
     "checkpoints.callback": ["CheckpointCallback"],
     "data": ["DataLoaders"],
     "events": [
         "CancelBackwardException", "CancelBatchException", "CancelEpochException", "CancelFitException",
-        "CancelStepException", "CancelTrainException", "CancelValidException", "Event",
+        "CancelStepException", "CancelTrainException", "CancelValidException",
     ],
     "export.hub": ["push_to_hub"],
     "files": ["CheckpointError"],
@@ -164,14 +142,13 @@ _HOMES = {
         "AccumMetric", "Dice", "IoU", "Metric", "accuracy", "accuracy_multi", "error_rate", "mae", "mse", "perplexity",
         "rmse", "top_k_accuracy",
     ],
-    "parallel": ["DistributedCallback", "DriftCheck", "ParallelCallback", "PeerError"],
+    "parallel": ["DataParallelCallback", "DistributedCallback", "ParallelCallback"],
     "scaling.rate": ["scaled_lr"],
     "scaling.noise": ["GradientNoiseScale"],
     "scaling.monitor": ["ScalingMonitor"],
     "scaling.report": ["ScalingReport"],
     "tabular.data": ["TabularData"],
     "tabular.model": ["TabularModel", "tabular_learner"],
-    "utils": ["unwrap"],
     "vision.classifier": ["vision_learner"],
     "vision.unet": ["unet_learner"],
     "distributed": ["on_rank0", "rank0_first", "set_seed"],
@@ -181,7 +158,24 @@ _home_of = {name: home for home, names in _HOMES.items() for name in names}
 
 _MODULES = ("datasets", "distributed", "sweep", "world")
 
-__all__ = sorted([*_home_of, *_MODULES])
+_UNLISTED = {  # found as the others are, and seldom written: what functions make, and second names
+    "Hook", "Hooks", "ParallelCallback", "ScalingReport", "TabularModel", "TextClassifier", "world",
+}  # fmt: skip
+
+__all__ = sorted({*_home_of, *_MODULES} - _UNLISTED)
+
+_OLD = {  # names before 0.2.0, which work with a warning until 0.3.0, and where each is now
+    "BnFreeze": "callbacks.training.BnFreeze", "DriftCheck": "parallel.DriftCheck",
+    "Event": "events.Event", "PeerError": "distributed.PeerError", "ProfilerCallback": "Profiler",
+    "SchedCos": "callbacks.schedule.SchedCos", "SchedExp": "callbacks.schedule.SchedExp",
+    "SchedLin": "callbacks.schedule.SchedLin", "SchedNo": "callbacks.schedule.SchedNo",
+    "SchedPoly": "callbacks.schedule.SchedPoly", "SuggestionMethod": "callbacks.lr_find.SuggestionMethod",
+    "TrackerCallback": "callbacks.tracking.TrackerCallback",
+    "TrainEvalCallback": "callbacks.training.TrainEvalCallback",
+    "combine_scheds": "callbacks.schedule.combine_scheds", "combined_cos": "callbacks.schedule.combined_cos",
+    "minimum": "callbacks.lr_find.minimum", "slide": "callbacks.lr_find.slide", "steep": "callbacks.lr_find.steep",
+    "unwrap": "utils.unwrap", "valley": "callbacks.lr_find.valley",
+}  # fmt: skip
 
 
 _ELSEWHERE = {  # names of other libraries, and what serves the same purpose here
@@ -201,6 +195,13 @@ _ELSEWHERE = {  # names of other libraries, and what serves the same purpose her
 def __getattr__(name: str) -> object:
     if name in _MODULES:
         return import_module(f"learnerkit.{name}")
+    if name in _OLD:
+        place = f"learnerkit.{_OLD[name]}"
+        warnings.warn(
+            f"learnerkit.{name} is {place} since 0.2.0; the old name goes in 0.3.0", FutureWarning, stacklevel=2
+        )
+        home, _, now = place.rpartition(".")
+        return getattr(import_module(home), now)
     if name not in _home_of:
         _refuse(name)
     found = getattr(import_module(f"learnerkit.{_home_of[name]}"), name)
@@ -214,7 +215,7 @@ def _refuse(name: str) -> NoReturn:
 
     from learnerkit.text import did_you_mean
 
-    near = "" if name.startswith("_") else did_you_mean(name, __all__)
+    near = "" if name.startswith("_") else did_you_mean(name, [*_home_of, *_MODULES])
     near = f"; here it is {_ELSEWHERE[name]}" if name in _ELSEWHERE else near
     asked = currentframe().f_back.f_back.f_globals["__name__"]  # type: ignore[union-attr]  # there is always a caller
     if near and asked == "importlib._bootstrap" and find_spec(f"learnerkit.{name}") is None:

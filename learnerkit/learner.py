@@ -33,7 +33,7 @@ from learnerkit.callbacks.prediction import (
     predicted,
 )
 from learnerkit.callbacks.progress import ProgressCallback, print_above
-from learnerkit.callbacks.recorder import EvaluationCallback, Recorder, TableLogger
+from learnerkit.callbacks.recorder import Recorder, TableLogger, Validation
 from learnerkit.callbacks.schedule import ParamScheduler, SchedCos, Schedule, combine_scheds, combined_cos
 from learnerkit.callbacks.training import StepBudget, TrainEvalCallback
 from learnerkit.checkpoints.callback import CheckpointCallback
@@ -98,7 +98,10 @@ from learnerkit.utils import (
 if TYPE_CHECKING:
     import learnerkit as lk
     from learnerkit.callbacks.lr_find import SuggestedLRs
+    from learnerkit.callbacks.tracking import TrackerCallback
+    from learnerkit.callbacks.training import BnFreeze
     from learnerkit.inspection.summary import Summary
+    from learnerkit.parallel import DriftCheck
     from learnerkit.scaling.batch_size import BatchSize
     from learnerkit.scaling.report import ScalingReport
 
@@ -110,7 +113,7 @@ _EVENTS = {
 _made = count()
 """Numbers the learners of this process, in the order in which they are made."""
 
-_SWITCHED_OFF = (ProgressCallback, parallel.DistributedCallback, parallel.ParallelCallback)  # in `Learner.predict`
+_SWITCHED_OFF = (ProgressCallback, parallel.DistributedCallback, parallel.DataParallelCallback)  # in `Learner.predict`
 _LEFT_OUT = (*_SWITCHED_OFF, TrainEvalCallback)
 
 Rates = float | slice | Iterable[float] | dict[str, Any] | optim.Later | Schedule
@@ -221,7 +224,7 @@ class Learner(RunState):
         activation_checkpointing: lk.ActivationCheckpointing
         activation_stats: lk.ActivationStats
         batch_transform: lk.BatchTransform
-        bn_freeze: lk.BnFreeze
+        bn_freeze: BnFreeze
         carried_state: lk.CarriedState
         channels_last: lk.ChannelsLast
         checkpoint: lk.CheckpointCallback
@@ -230,7 +233,7 @@ class Learner(RunState):
         csv_logger: lk.CSVLogger
         cut_mix: lk.CutMix
         distributed: lk.DistributedCallback
-        drift_check: lk.DriftCheck
+        drift_check: DriftCheck
         early_stopping: lk.EarlyStoppingCallback
         ema: lk.EMA
         gradient_accumulation: lk.GradientAccumulation
@@ -242,9 +245,9 @@ class Learner(RunState):
         mixed_precision: lk.MixedPrecision
         mlflow: lk.MLflowCallback
         overfit_batch: lk.OverfitBatch
-        parallel: lk.ParallelCallback
+        parallel: lk.DataParallelCallback
         param_scheduler: lk.ParamScheduler
-        profiler: lk.ProfilerCallback
+        profiler: lk.Profiler
         progress: lk.ProgressCallback
         reduce_lr_on_plateau: lk.ReduceLROnPlateau
         save_model: lk.SaveModelCallback
@@ -256,9 +259,9 @@ class Learner(RunState):
         tensor_board: lk.TensorBoardCallback
         terminate_on_na_n: lk.TerminateOnNaNCallback
         torch_scheduler: lk.TorchScheduler
-        tracker: lk.TrackerCallback
+        tracker: TrackerCallback
         trackio: lk.TrackioCallback
-        train_eval: lk.TrainEvalCallback
+        train_eval: TrainEvalCallback
         validate_every: lk.ValidateEvery
         wandb: lk.WandbCallback
 
@@ -806,7 +809,7 @@ class Learner(RunState):
             dl: another loader instead.
             cbs: callbacks for this run alone.
         """
-        meter = EvaluationCallback()
+        meter = Validation()
         self._evaluate("validate", self.dls[ds_idx] if dl is None else dl, [meter, *listify(cbs)])
         return meter.values
 
@@ -1670,18 +1673,18 @@ class Learner(RunState):
     # Several devices and processes (learnerkit.parallel)
 
     def to_parallel(self, device_ids: list[int] | None = None, loss_on_replicas: bool = True) -> Learner:
-        """Train on several GPUs of this process with `nn.DataParallel`; the arguments are `ParallelCallback`'s."""
-        return self.add_cb(parallel.ParallelCallback(device_ids, loss_on_replicas))
+        """Train on several GPUs of this process with `nn.DataParallel`; the arguments are `DataParallelCallback`'s."""
+        return self.add_cb(parallel.DataParallelCallback(device_ids, loss_on_replicas))
 
     def detach_parallel(self) -> Learner:
         """Undo `to_parallel`."""
-        return self.remove_cb(parallel.ParallelCallback)
+        return self.remove_cb(parallel.DataParallelCallback)
 
     def parallel_ctx(
         self, device_ids: list[int] | None = None, loss_on_replicas: bool = True
     ) -> AbstractContextManager[Learner]:
         """A context with `to_parallel`."""
-        return self.added_cbs(parallel.ParallelCallback(device_ids, loss_on_replicas))
+        return self.added_cbs(parallel.DataParallelCallback(device_ids, loss_on_replicas))
 
     def to_distributed(
         self, *, sync_bn: bool | None = None, split_batches: bool = False, find_unused_parameters: bool | None = None,

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 TRAIN, TRAINED, EPOCH, FIT = "train", "trained", "epoch", "fit"
 """Where in a fit a state was taken: in an epoch's training, after it, between two epochs, or at its end."""
 
-_APART = ("CheckpointCallback", "DistributedCallback", "ParallelCallback", "ProgressCallback")
+_APART = ("CheckpointCallback", "DataParallelCallback", "DistributedCallback", "ProgressCallback")
 """Callbacks with which, and without which, the same run goes on."""
 
 

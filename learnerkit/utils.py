@@ -222,7 +222,7 @@ def overrides(learn: "Learner", *seams: str) -> bool:
 
     The present run has that of `_step` where an optimizer needs a closure, and a `_backward` that a user has assigned.
     """
-    given = vars(learn).keys() & {"_backward", "_step"}  # of the others `ParallelCallback` puts its own there
+    given = vars(learn).keys() & {"_backward", "_step"}  # of the others `DataParallelCallback` puts its own there
     for seam in seams:
         found = [vars(kind)[seam] for kind in type(learn).__mro__ if seam in vars(kind)]
         if seam in given or found[0] is not found[-1]:  # the last one is the Learner's

@@ -32,15 +32,15 @@ from learnerkit import (
     Recorder,
     ReduceLROnPlateau,
     SaveModelCallback,
-    SchedCos,
     TorchScheduler,
-    TrainEvalCallback,
     ValidateEvery,
     mae,
-    minimum,
     rmse,
     set_seed,
 )
+from learnerkit.callbacks.lr_find import minimum
+from learnerkit.callbacks.schedule import SchedCos
+from learnerkit.callbacks.training import TrainEvalCallback
 
 SAMPLES, BATCH, EPOCHS = 27, 4, 3
 STEPS = -(-SAMPLES // BATCH) * EPOCHS

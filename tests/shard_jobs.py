@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_wor
 
 import learnerkit
 from learnerkit import Callback, DataLoaders, Learner, distributed, set_seed
+from learnerkit.parallel import DriftCheck
 
 CLASSES = 3
 
@@ -437,7 +438,7 @@ CALLBACKS: dict[str, Callable[[], Any]] = {
     "n_samples": lambda: learnerkit.GradientAccumulation(n_samples=12),
     "accumulated and clipped": lambda: [learnerkit.GradientAccumulation(n_batches=2), learnerkit.GradientClip(0.05)],
     "ValidateEvery": lambda: learnerkit.ValidateEvery(2),
-    "DriftCheck": lambda: learnerkit.DriftCheck(every=1),
+    "DriftCheck": lambda: DriftCheck(every=1),
 }  # fmt: skip
 
 for name, cbs in CALLBACKS.items():

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tokenize
+import warnings
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from learnerkit.events import Event
 from learnerkit.state import PublicState
 
 PACKAGE = ROOT / "learnerkit"
+AT_TOP = sorted({*learnerkit.__all__, *learnerkit._UNLISTED})
+PUBLIC = {*AT_TOP, *(place.rpartition(".")[2] for place in learnerkit._OLD.values())}
 
 # A part is a folder of the package, or a file at its top. It imports parts of lower layers only: two parts of one layer
 # know nothing of each other.
@@ -257,7 +260,7 @@ def test_no_class_overrides_more_than_it_adds():
 
     def inherited(name):
         for base in table[name][1]:
-            if base not in learnerkit.__all__:  # those are made to be overridden
+            if base not in PUBLIC:  # those are made to be overridden
                 yield from (method for method, works in table[base][0].items() if works)
                 yield from inherited(base)
 
@@ -336,6 +339,74 @@ def test_every_public_name_is_there_and_listed():
         learnerkit.Lerner  # noqa: B018
 
 
+def test_the_top_level_is_short():
+    assert len(learnerkit.__all__) <= 85
+    assert not learnerkit._UNLISTED & {*learnerkit.__all__}
+
+
+def place_of(old):
+    """What an old name stands for, by the place that it warns of."""
+    home, _, name = f"learnerkit.{learnerkit._OLD[old]}".rpartition(".")
+    return getattr(importlib.import_module(home), name)
+
+
+@pytest.mark.parametrize("name", learnerkit._OLD)
+def test_an_old_name_is_the_same_object_and_says_the_new_one(name):
+    said = f"learnerkit.{name} is learnerkit.{learnerkit._OLD[name]} since 0.2.0; the old name goes in 0.3.0"
+    for _ in range(2):  # not only the first time
+        with pytest.warns(FutureWarning, match=f"^{re.escape(said)}$") as warned:
+            assert getattr(learnerkit, name) is place_of(name)
+        assert [w.filename for w in warned] == [__file__]
+    assert name not in {*AT_TOP, *dir(learnerkit)}
+    with pytest.warns(FutureWarning, match=re.escape(said)) as warned:
+        exec(f"from learnerkit import {name}", {})
+    assert {w.filename for w in warned} == {"<string>"}
+
+
+def test_the_last_version_with_old_names_has_not_come():
+    assert tuple(map(int, learnerkit.__version__.split(".")[:2])) < (0, 3), "_OLD goes"
+
+
+CONTRACT = """
+Learner DataLoaders Callback CancelBatchException CancelBackwardException CancelStepException CancelTrainException
+CancelValidException CancelEpochException CancelFitException Recorder AccumMetric Metric accuracy error_rate
+top_k_accuracy mse mae rmse perplexity ParallelCallback DistributedCallback set_seed rank0_first on_rank0 world
+distributed GradientAccumulation CheckpointCallback CheckpointError ScalingReport GradientNoiseScale ScalingMonitor
+scaled_lr sweep CSVLogger JSONLogger TensorBoardCallback WandbCallback CometCallback MLflowCallback MixUp CutMix
+BatchTransform EMA SWA Hook Hooks ActivationStats ClassificationInterpretation load_learner TabularData TabularModel
+tabular_learner TextData TextClassifier ImageData vision_learner ActivationCheckpointing SplitBatch text_learner
+unet_learner TrackioCallback ShowGraphCallback MCDropout accuracy_multi
+"""
+"""Names that stay at the top."""
+
+
+@pytest.mark.parametrize("name", CONTRACT.split())
+def test_a_name_that_stays_is_found_without_a_warning(name):
+    assert name not in learnerkit._OLD
+    with warnings.catch_warnings(action="error"):
+        assert getattr(learnerkit, name) is not None
+
+
+WITH_SUFFIX = {
+    "fastai": {
+        "EarlyStoppingCallback", "ProgressCallback", "SaveModelCallback", "ShortEpochCallback", "ShowGraphCallback",
+        "TerminateOnNaNCallback", "TrackerCallback", "TrainEvalCallback",
+    },
+    "trackers": {"CometCallback", "MLflowCallback", "TensorBoardCallback", "TrackioCallback", "WandbCallback"},
+    "our own": {"CheckpointCallback", "DataParallelCallback", "DistributedCallback"},
+}  # fmt: skip
+
+
+def test_a_callback_is_named_for_what_it_does():
+    named = {
+        node.name for tree in MODULES.values() for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef) and node.name.endswith("Callback") and node.name != "Callback"
+    }  # fmt: skip
+    assert named == set().union(*WITH_SUFFIX.values())
+    assert learnerkit.ParallelCallback is learnerkit.DataParallelCallback
+    assert learnerkit.DataParallelCallback().name == "parallel"
+
+
 NAMES = {"Trainer": "here it is Learner", "Leaner": "did you mean 'Learner'", "Accuracy": "did you mean 'accuracy'"}
 
 
@@ -362,7 +433,7 @@ def test_an_unknown_name_and_a_module_are_imported_as_python_does():
 def test_type_checkers_see_the_same_names():
     (block,) = (n for n in MODULES["__init__"].body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")
     found = {alias.asname or alias.name for node in block.body for alias in node.names}
-    assert found == set(learnerkit.__all__)
+    assert found == {*AT_TOP}
 
 
 def declared(block):
@@ -389,10 +460,11 @@ def test_the_learners_private_names_that_others_use_are_few_and_declared():
 def test_type_checkers_know_a_learners_callbacks_by_their_names():
     (learner,) = (n for n in MODULES["learner"].body if isinstance(n, ast.ClassDef) and n.name == "Learner")
     (block,) = (n.body for n in learner.body if isinstance(n, ast.If))
-    things = [getattr(learnerkit, name) for name in learnerkit.__all__]
+    things = [getattr(learnerkit, name) for name in learnerkit.__all__] + [place_of(name) for name in learnerkit._OLD]
     kinds = [kind for kind in things if inspect.isclass(kind) and issubclass(kind, Callback) and kind is not Callback]
-    names = {kind.name.fget(kind.__new__(kind)): f"lk.{kind.__name__}" for kind in kinds}
-    assert declared(block) | {"recorder": "lk.Recorder"} == names
+    names = {kind.name.fget(kind.__new__(kind)): kind.__name__ for kind in kinds}
+    types = {name: annotation.removeprefix("lk.") for name, annotation in declared(block).items()}
+    assert types | {"recorder": "Recorder"} == names
 
 
 def test_type_checkers_know_what_a_callback_reads_of_its_learner():
@@ -404,7 +476,7 @@ def test_type_checkers_know_what_a_callback_reads_of_its_learner():
     assert {*declared(block.body), *PublicState.__annotations__} == public
 
 
-@pytest.mark.parametrize("name", learnerkit.__all__)
+@pytest.mark.parametrize("name", AT_TOP)
 def test_every_public_name_is_documented(name):
     thing = getattr(learnerkit, name)
     assert (inspect.getdoc(thing) or "").strip()

@@ -9,14 +9,8 @@ from fastcore.foundation import L
 from helpers import EPOCH, FIT, TRAIN_BATCH, make_dls, make_learner, notes, raising, spy, weights, words
 from torch import nn
 
-from learnerkit import (
-    Callback,
-    CancelFitException,
-    EarlyStoppingCallback,
-    ProgressCallback,
-    Recorder,
-    TrainEvalCallback,
-)
+from learnerkit import Callback, CancelFitException, EarlyStoppingCallback, ProgressCallback, Recorder
+from learnerkit.callbacks.training import TrainEvalCallback
 from learnerkit.events import INNER_EVENTS, Event
 
 # Hooks

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import pytest
 from launching import SCRIPTS, environment
 
-from learnerkit import CancelFitException, PeerError
+from learnerkit import CancelFitException
 from learnerkit.checkpoints.callback import Stopped
+from learnerkit.distributed import PeerError
 from learnerkit.endings import Ending, ExceptionReport, ending_of, mark, may_follow, raised_in
 from learnerkit.processes import rank_main
 

@@ -12,7 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from learnerkit import AccumMetric, Callback, DataLoaders, Learner, PeerError, distributed
+from learnerkit import AccumMetric, Callback, DataLoaders, Learner, distributed
+from learnerkit.distributed import PeerError
 from learnerkit.explain import mends
 
 

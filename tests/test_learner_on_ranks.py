@@ -12,7 +12,6 @@ from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 from torch.utils.data import TensorDataset
 
 from learnerkit import (
-    BnFreeze,
     Callback,
     DataLoaders,
     EarlyStoppingCallback,
@@ -23,6 +22,7 @@ from learnerkit import (
     distributed,
     mae,
 )
+from learnerkit.callbacks.training import BnFreeze
 
 pytestmark = pytest.mark.ranks(2)
 

@@ -9,8 +9,9 @@ from helpers import make_data, make_learner, make_model, mostly_slow, same_weigh
 from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
-from learnerkit import Callback, CheckpointCallback, DataLoaders, DriftCheck, Learner, distributed
+from learnerkit import Callback, CheckpointCallback, DataLoaders, Learner, distributed
 from learnerkit.notebook import transfer
+from learnerkit.parallel import DriftCheck
 from learnerkit.scaling.parts import Clock
 from learnerkit.scaling.trials import run_trial
 

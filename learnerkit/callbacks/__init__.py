@@ -11,8 +11,8 @@ they were added. The orders of all callbacks of the package, with those of the o
       -3  BatchTransform: before samples are mixed, and before others see the batch
       -2  CutMix, MixUp: mix the losses before others add to them
       -1  ChannelsLast: before the model is wrapped or compiled
-       0  BnFreeze, MCDropout, ParallelCallback: the default, also for callbacks of your own
-       1  Compile: after ParallelCallback has wrapped the model
+       0  BnFreeze, DataParallelCallback, MCDropout: the default, also for callbacks of your own
+       1  Compile: after DataParallelCallback has wrapped the model
        2  ActivationCheckpointing: the same, and before DistributedCallback wraps it
        6  GradientAccumulation: decides whether a step is due before the callbacks that act on steps
       10  MixedPrecision: unscales the gradients before anything reads them
@@ -27,8 +27,7 @@ they were added. The orders of all callbacks of the package, with those of the o
       16  _MakeWhole: gathers a sharded model, with its average, before others save or load it
       16  _Statistics: computes BatchNorm's statistics with the average
       49  _Watch: sees batches and losses as they come to the model
-      50  EvaluationCallback, GatherPredictions, KeepPredictions, Recorder: record a batch after others may have
-          changed it
+      50  GatherPredictions, KeepPredictions, Recorder, Validation: record a batch after others may have changed it
       51  Logger: writes what the recorder has recorded
       51  JSONLogger, TensorBoardCallback, WandbCallback, CometCallback, MLflowCallback, TrackioCallback: such
           loggers
@@ -43,7 +42,7 @@ they were added. The orders of all callbacks of the package, with those of the o
      100  LRFinder, StepBudget, TrialSteps: end training after the others have seen the last step
      101  ValidateEvery: not called at the last step of a budget, after which the epoch's validation follows
      102  CSVLogger: writes the rows that the recorder and ValidateEvery have added
-    1000  ProfilerCallback, StepCheck, _Notes: look at what all others have done
+    1000  Profiler, StepCheck, _Notes: look at what all others have done
     9999  _GoOn: loads a state after all others have begun
    10000  CheckpointCallback: saves what all others have come to, and loads it after they have begun
 """

@@ -106,7 +106,7 @@ class _Mixing(_Drawing):
 
     order = -2  # after `BatchTransform`; the losses are mixed before other callbacks change them
     run_valid = False
-    reads_predictions = True  # so that ParallelCallback gathers them: the loss is computed twice
+    reads_predictions = True  # so that DataParallelCallback gathers them: the loss is computed twice
 
     def __init__(self, kind: str, alpha: float) -> None:
         super().__init__()

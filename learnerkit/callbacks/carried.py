@@ -96,8 +96,8 @@ class CarriedState(Callback):
         model = self.learn.model
         if isinstance(model, nn.DataParallel):
             raise ValueError(
-                f"{self!r} has one state for each process, and ParallelCallback cuts batches for several devices of "
-                "one: use a process for each device, learn.distrib_ctx(split_batches=True)"
+                f"{self!r} has one state for each process, and DataParallelCallback cuts batches for several devices "
+                "of one: use a process for each device, learn.distrib_ctx(split_batches=True)"
             )
         bare = unwrap(model)
         self._hooks = ExitStack()

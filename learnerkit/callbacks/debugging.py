@@ -169,7 +169,7 @@ class OverfitBatch(_LoaderSwap):
         self._kept[:] = [(batch, facts | {"share": facts["share"] and Share(*facts["share"])}) for batch, facts in kept]
 
 
-class ProfilerCallback(Callback):
+class Profiler(Callback):
     """Records some training steps of each fit by `torch.profiler`, on every rank, and writes a trace file.
 
     The file is Chrome's JSON: open it at https://ui.perfetto.dev, in chrome://tracing, or with TensorBoard's profiler

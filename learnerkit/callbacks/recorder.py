@@ -222,7 +222,7 @@ def _facts(learn: "Learner") -> tuple[Any, Any, str | None]:
     return learn.loss_func, learn.dls.classes, learn.dls.targets
 
 
-class EvaluationCallback(Callback):
+class Validation(Callback):
     """Loss and metrics of one validation, in `values`: what `Learner.validate` returns."""
 
     order = 50
@@ -234,7 +234,7 @@ class EvaluationCallback(Callback):
 
     def before_validate(self) -> None:
         learn = self.learn
-        others = [cb for cb in learn.cbs if isinstance(cb, EvaluationCallback) and cb is not self]
+        others = [cb for cb in learn.cbs if isinstance(cb, Validation) and cb is not self]
         # Copies where a fit or another validation is going on, which may be using the metrics themselves.
         metrics = copy.deepcopy(learn.metrics) if learn._in_fit or others else learn.metrics
         self._evaluation = Evaluation(make_meters(metrics, *_facts(learn)), learn)

@@ -238,7 +238,7 @@ def _version(path: Path) -> tuple[int, int] | None:
     return status.st_size, status.st_mtime_ns
 
 
-class _PatientCallback(TrackerCallback):
+class _Patient(TrackerCallback):
     """A tracker that acts after `patience` rows without a new best."""
 
     def __init__(
@@ -282,7 +282,7 @@ class _PatientCallback(TrackerCallback):
         self.wait = state["wait"]
 
 
-class EarlyStoppingCallback(_PatientCallback):
+class EarlyStoppingCallback(_Patient):
     """Ends the fit after `patience` rows without a new best, and says so.
 
     Args:
@@ -297,7 +297,7 @@ class EarlyStoppingCallback(_PatientCallback):
         raise CancelFitException
 
 
-class ReduceLROnPlateau(_PatientCallback):
+class ReduceLROnPlateau(_Patient):
     """Divides the learning rate of every group after each `patience` rows without a new best, and says so.
 
     The next fit starts with the rates it is given.

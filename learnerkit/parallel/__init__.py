@@ -2,7 +2,7 @@
 
 from learnerkit.distributed import PeerError
 from learnerkit.parallel.agreement import Agreement
-from learnerkit.parallel.data_parallel import ParallelCallback
+from learnerkit.parallel.data_parallel import DataParallelCallback, ParallelCallback
 from learnerkit.parallel.distributed import (
     DistributedCallback,
     agreement_for,
@@ -13,6 +13,6 @@ from learnerkit.parallel.distributed import (
 from learnerkit.parallel.drift import DriftCheck
 
 __all__ = [
-    "Agreement", "DistributedCallback", "DriftCheck", "ParallelCallback", "PeerError", "dispatch", "agreement_for",
-    "warn_outside_context", "will_shard",
+    "Agreement", "DataParallelCallback", "DistributedCallback", "DriftCheck", "ParallelCallback", "PeerError",
+    "agreement_for", "dispatch", "warn_outside_context", "will_shard",
 ]  # fmt: skip

@@ -29,8 +29,10 @@ from learnerkit.text import first_few
 from learnerkit.utils import add_note_once, describe, overrides, spanned_devices, unwrap
 
 
-class ParallelCallback(Callback):
+class DataParallelCallback(Callback):
     """Splits every batch over several GPUs of this process; the model is wrapped only while something runs.
+
+    `ParallelCallback` is another name of it.
 
     With fewer than two GPUs it says so once and leaves the model on the device there is.
 
@@ -63,6 +65,11 @@ class ParallelCallback(Callback):
         self._whole: Any = None
         self._asked: tuple[tuple | None, bool] | None = None  # targets whose loss is taken; whether output is kept
 
+    @property
+    def name(self) -> str:
+        """The attribute of the learner, which `to_parallel` and `parallel_ctx` are named like."""
+        return "parallel"
+
     def before_fit(self) -> None:
         learn = self.learn
         if devices := spanned_devices(learn.model):
@@ -83,7 +90,7 @@ class ParallelCallback(Callback):
         weighting = learn._loss_weighting
         if weighting.parts:
             raise ValueError(
-                "ParallelCallback cannot weigh the parts of a loss each by itself, as loss_weight= says: give one "
+                "DataParallelCallback cannot weigh the parts of a loss each by itself, as loss_weight= says: give one "
                 "loss_weight for the whole loss, or use distrib_ctx"
             )
         # The model's own device must come first: DataParallel gathers there.
@@ -165,6 +172,9 @@ class ParallelCallback(Callback):
             learn.loss_grad, learn.loss = self._taken, self._taken.detach()
 
 
+ParallelCallback = DataParallelCallback  # a second name, which stays
+
+
 class _Replica(nn.Module):
     """The module that DataParallel replicates: the model and the loss, called on one part of a batch."""
 
@@ -209,7 +219,9 @@ class _Replica(nn.Module):
             return loss_func(pred, *targets)
         except Exception as e:
             got = f"the loss got predictions: {describe(pred)}; targets: {describe(targets)}"
-            add_note_once(e, f"{got} (on a replica; ParallelCallback(loss_on_replicas=False) computes it on one GPU)")
+            add_note_once(
+                e, f"{got} (on a replica; DataParallelCallback(loss_on_replicas=False) computes it on one GPU)"
+            )
             raise
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _NOT_ELEMENTWISE = {"LBFGS", "Adafactor", "Muon", "Shampoo", "SparseAdam", "Rprop", "LARS", "Lamb", "LAMB"}
 """Optimizers whose step of an element depends on others, or has operations that shards have not."""
 
-_WHOLE = {"ChannelsLast", "ParallelCallback"}
+_WHOLE = {"ChannelsLast", "DataParallelCallback"}
 """Callbacks that need the whole model."""
 
 

@@ -17,7 +17,7 @@ from learnerkit.data.batches import map_batch, to_device
 from learnerkit.data.cuts import map_rows
 from learnerkit.data.order import first_batch, keep_seeds
 from learnerkit.inspection.undoing import held_tensors, state_tensors, unchanged
-from learnerkit.parallel import ParallelCallback, will_shard
+from learnerkit.parallel import DataParallelCallback, will_shard
 from learnerkit.text import in_one_line
 from learnerkit.torch_internals import LiveBytes, fake_mode, hook_tables, uncompiled
 from learnerkit.utils import describe, itself, own_loss_arguments, spanned_devices, training_modes, unwrap
@@ -132,7 +132,7 @@ def _not_predicted(learn: "Learner", cbs: Sequence[Callback]) -> str:
     """The reason why a learner's steps are not those that would be tried; '' for most learners."""
     if will_shard(learn):
         return "the model is divided among the ranks"
-    if any(isinstance(cb, ParallelCallback) for cb in cbs):
+    if any(isinstance(cb, DataParallelCallback) for cb in cbs):
         return "DataParallel divides each batch among devices"
     if devices := spanned_devices(unwrap(learn.model)):
         return f"the model spans {', '.join(map(str, devices))}"

@@ -30,7 +30,7 @@ from learnerkit.endings import ExceptionReport
 from learnerkit.events import CancelFitException
 from learnerkit.losses import UNKNOWN_COUNT, doubtful_count, loss_sums
 from learnerkit.metrics import DEPENDS_ON_CUT
-from learnerkit.parallel.data_parallel import ParallelCallback
+from learnerkit.parallel.data_parallel import DataParallelCallback
 from learnerkit.parallel.distributed import DistributedCallback
 from learnerkit.parallel.loaders import RankLoader
 from learnerkit.preflight.report import HINT, NOTHING, OK, WRONG, Finding, Report
@@ -172,7 +172,7 @@ def _run(
     learn.path, learn.logger = folder / ("ranks" if join else "one"), lambda row: None
     learn.say = lambda text: None  # type: ignore[method-assign]
     learn.path.mkdir(exist_ok=True)
-    learn.remove_cbs([ProgressCallback, ParallelCallback, DistributedCallback, CheckpointCallback])
+    learn.remove_cbs([ProgressCallback, DataParallelCallback, DistributedCallback, CheckpointCallback])
     notes, left_out = _Notes(steps), _make_deterministic(learn.model)
 
     def prepare(cb: Callback) -> None:

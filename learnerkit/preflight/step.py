@@ -116,7 +116,7 @@ class StepCheck(Callback):
     """
 
     order = 1000  # after all others, to see what they have made of it
-    reads_predictions = True  # in training too: ParallelCallback gathers them
+    reads_predictions = True  # in training too: DataParallelCallback gathers them
 
     def __init__(self, memory: str | int | None = None) -> None:
         super().__init__()

@@ -11,7 +11,7 @@ import torch
 
 from learnerkit import distributed
 from learnerkit.endings import ExceptionReport
-from learnerkit.parallel.data_parallel import ParallelCallback
+from learnerkit.parallel.data_parallel import DataParallelCallback
 from learnerkit.parallel.distributed import DistributedCallback, member_of
 from learnerkit.processes.forks import cause, join_forks, run_in_forks
 from learnerkit.processes.machine import usable_cores
@@ -143,7 +143,7 @@ def cost_in_forks(learn: "Learner", n_steps: int, step: Pace, timeout: float = 1
 
 def _measure_as_rank(learn: "Learner", n_steps: int, timeout: float, rank: int, folder: Path) -> dict[str, Any]:
     join_forks(folder, rank, 2, timedelta(seconds=timeout))
-    learn.remove_cbs([cb for cb in learn.cbs if isinstance(cb, ParallelCallback)])
+    learn.remove_cbs([cb for cb in learn.cbs if isinstance(cb, DataParallelCallback)])
     with learn.added_cbs([] if member_of(learn.cbs) else DistributedCallback()):
         step, offline = pace(learn, n_steps), pace(learn, n_steps, network=False)
         alone = pace_alone(learn, n_steps, timeout)

@@ -31,6 +31,11 @@ from learnerkit.callback import Callback
 from learnerkit.events import LOOP, Event
 
 NAME = re.compile(r"[A-Za-z_][\w.]*")
+PLACES = {name: f"learnerkit.{name}" for name in (*learnerkit.__all__, *learnerkit._UNLISTED)} | {
+    place.rpartition(".")[2]: f"learnerkit.{place}" for place in learnerkit._OLD.values()
+}
+"""Names that are links wherever they stand, and what the reference has them under."""
+
 EXAMPLES = Path(__file__).parents[1] / "reference" / "examples.md"
 
 
@@ -51,10 +56,10 @@ def resolve_public(
     if node.get("refdomain") != "py" or not target:
         return None
     parts = target.split(".")
-    first = next((i for i, part in enumerate(parts) if part in learnerkit.__all__), None)
-    if first is None or (first and parts[0] != "learnerkit"):
+    at = max((i for i, part in enumerate(parts) if part in PLACES), default=None)
+    if at is None or (at and parts[0] != "learnerkit"):
         return None
-    public = ".".join(["learnerkit", *parts[first:]])
+    public = ".".join([PLACES[parts[at]], *parts[at + 1 :]])
     domain = env.domains.python_domain
     return domain.resolve_xref(env, node["refdoc"], app.builder, node["reftype"], public, node, contnode)
 
@@ -115,7 +120,7 @@ class TrainingLoop(SphinxDirective):
             if word in set(Event) and word not in seen:
                 seen.add(word)
                 block += self.event(word)
-            elif word in learnerkit.__all__:
+            elif word in PLACES:
                 block += self.link(word)
             else:
                 block += nodes.Text(word)
@@ -132,7 +137,7 @@ class TrainingLoop(SphinxDirective):
     def link(self, name: str) -> nodes.Element:
         """A link to a public name."""
         return addnodes.pending_xref(
-            "", nodes.inline(name, name), refdomain="py", reftype="obj", reftarget=f"learnerkit.{name}",
+            "", nodes.inline(name, name), refdomain="py", reftype="obj", reftarget=PLACES[name],
             refexplicit=True, refdoc=self.env.docname,
         )  # fmt: skip
 

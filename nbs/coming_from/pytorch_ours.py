@@ -15,12 +15,12 @@ from learnerkit import (
     GradientClip,
     Learner,
     SaveModelCallback,
-    SchedCos,
     accuracy,
     distributed,
     linear_warmup,
     set_seed,
 )
+from learnerkit.callbacks.schedule import SchedCos
 from learnerkit.datasets import fashion_mnist_sample
 
 EPOCHS, BATCH, WARM_UP, PATIENCE = 5, 64, 0.1, 2

@@ -5,7 +5,8 @@ from math import ceil
 import torch
 from torch import nn
 
-from learnerkit import Callback, DataLoaders, Learner, SchedLin, combine_scheds
+from learnerkit import Callback, DataLoaders, Learner
+from learnerkit.callbacks.schedule import SchedLin, combine_scheds
 
 BATCH, EPOCHS, SHIFT, WHITENED = 1024, 9.9, 2, 3  # WHITENED: epochs in which the first layer's bias is trained
 RATE, BIASES, MOMENTUM, DECAY = 11.5, 64.0, 0.85, 0.0153  # of 1024 images; BIASES: how much faster the norms learn

@@ -14,10 +14,10 @@ from learnerkit import (
     Callback,
     CutMix,
     DataLoaders,
+    DataParallelCallback,
     GradientAccumulation,
     Learner,
     MixUp,
-    ParallelCallback,
     Recorder,
     accuracy,
     set_seed,
@@ -134,7 +134,7 @@ def test_of_several_one_acts_in_each_batch():
 
 def test_mixing_with_accumulation_half_precision_and_replicas(two_gpus):
     kept = Kept()
-    learn = image_learner(MixUp(1.0), kept, GradientAccumulation(n_batches=2), ParallelCallback()).to_bf16()
+    learn = image_learner(MixUp(1.0), kept, GradientAccumulation(n_batches=2), DataParallelCallback()).to_bf16()
     learn.fit(1)
     for _, pred, y, recorded, _ in kept.batches:
         losses = [F.cross_entropy(pred.float(), t).item() for t in (y, y.roll(1, 0))]

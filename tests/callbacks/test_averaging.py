@@ -32,18 +32,18 @@ from learnerkit import (
     CancelFitException,
     CancelStepException,
     DataLoaders,
-    DriftCheck,
     GradientAccumulation,
     Learner,
     MixedPrecision,
     SaveModelCallback,
-    SchedCos,
     ValidateEvery,
     distributed,
-    minimum,
     set_seed,
 )
 from learnerkit.callbacks.averaging import _Statistics
+from learnerkit.callbacks.lr_find import minimum
+from learnerkit.callbacks.schedule import SchedCos
+from learnerkit.parallel import DriftCheck
 
 
 def norm_model(dropout=0.0):

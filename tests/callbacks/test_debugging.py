@@ -1,4 +1,4 @@
-"""ShortEpochCallback and OverfitBatch: fits cut short, and batches learnt by heart. ProfilerCallback: its trace."""
+"""ShortEpochCallback and OverfitBatch: fits cut short, and batches learnt by heart. Profiler: its trace."""
 
 import json
 from functools import partial
@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from learnerkit import Callback, DataLoaders, GradientAccumulation, Learner
-from learnerkit.callbacks.debugging import OverfitBatch, ProfilerCallback, ShortEpochCallback
+from learnerkit.callbacks.debugging import OverfitBatch, Profiler, ShortEpochCallback
 
 
 class Stream(IterableDataset):
@@ -226,7 +226,7 @@ def test_pretended_dataparallel(two_gpus):
     assert not learn.check()
 
 
-# ProfilerCallback
+# Profiler
 
 
 def steps_of(path):
@@ -235,7 +235,7 @@ def steps_of(path):
 
 @pytest.mark.slow  # the profiler's first start takes seconds
 def test_a_trace_has_the_chosen_steps_and_an_error_leaves_what_was_recorded(tmp_path, capsys):
-    tracing = ProfilerCallback(tmp_path / "traces", steps=(2, 4), record_shapes=True)
+    tracing = Profiler(tmp_path / "traces", steps=(2, 4), record_shapes=True)
     learn = make_learner(make_dls(12, bs=4), cbs=tracing)
     learn.fit(2)
     assert steps_of(tracing.path) == [f"ProfilerStep#{i}" for i in (2, 3, 4)]
@@ -250,14 +250,14 @@ def test_a_trace_has_the_chosen_steps_and_an_error_leaves_what_was_recorded(tmp_
     assert steps_of(tracing.path)[0] == "ProfilerStep#2"
     assert "the trace of the steps from 2 to the end of the fit is in " in capsys.readouterr().out
     learn.remove_cb(tracing)
-    learn.fit(1, cbs=ProfilerCallback(tmp_path, steps=(1, 1)))  # another one can start
+    learn.fit(1, cbs=Profiler(tmp_path, steps=(1, 1)))  # another one can start
     assert steps_of(tmp_path / f"fit{learn.n_fits - 1}-rank0.pt.trace.json") == ["ProfilerStep#1"]
     with pytest.warns(match="no step was recorded: the fit has read fewer than 21 training batches"):
-        learn.fit(1, cbs=ProfilerCallback(tmp_path, steps=(20, 30)))
+        learn.fit(1, cbs=Profiler(tmp_path, steps=(20, 30)))
     learn.validate(cbs=tracing)
 
 
 def test_the_steps_of_a_trace_are_checked():
     for steps in ((0, 3), (3, 2), (2.5, 3)):
         with pytest.raises((TypeError, ValueError), match="steps"):
-            ProfilerCallback(steps=steps)
+            Profiler(steps=steps)

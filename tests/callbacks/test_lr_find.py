@@ -22,15 +22,10 @@ from learnerkit import (
     EarlyStoppingCallback,
     GradientAccumulation,
     SaveModelCallback,
-    SuggestionMethod,
     mae,
-    minimum,
     set_seed,
-    slide,
-    steep,
-    valley,
 )
-from learnerkit.callbacks.lr_find import choice
+from learnerkit.callbacks.lr_find import SuggestionMethod, choice, minimum, slide, steep, valley
 
 TABLES = json.loads((ROOT / "tests" / "fastai_tables.json").read_text())
 FUNCTIONS = {"valley": valley, "slide": slide, "minimum": minimum, "steep": steep}

@@ -33,12 +33,12 @@ from learnerkit import (
     ChannelsLast,
     Compile,
     DataLoaders,
+    DataParallelCallback,
     EarlyStoppingCallback,
     GradientAccumulation,
     GradientClip,
     Learner,
     MixedPrecision,
-    ParallelCallback,
     SaveModelCallback,
     mae,
 )
@@ -422,7 +422,7 @@ def test_the_verbs_of_the_learner():
 def test_loss_on_replicas_goes_with_mixed_precision(two_gpus):
     taken, learn = [], make_learner(cbs=[MixedPrecision("bf16"), GradientClip()])
 
-    class Look(ParallelCallback):
+    class Look(DataParallelCallback):
         def _loss(self):
             taken.append((self.learn.training, self._taken is not None, self.learn.pred is None))
             super()._loss()

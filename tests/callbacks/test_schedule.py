@@ -22,16 +22,10 @@ from learnerkit import (
     Learner,
     ParamScheduler,
     SaveModelCallback,
-    SchedCos,
-    SchedExp,
-    SchedLin,
-    SchedNo,
-    SchedPoly,
     TorchScheduler,
-    combine_scheds,
-    combined_cos,
     linear_warmup,
 )
+from learnerkit.callbacks.schedule import SchedCos, SchedExp, SchedLin, SchedNo, SchedPoly, combine_scheds, combined_cos
 
 TABLES = json.loads((ROOT / "tests" / "fastai_tables.json").read_text())
 """Numbers computed by fastai itself; `fastai_tables.py` says how, and by which command."""

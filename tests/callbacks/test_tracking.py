@@ -12,17 +12,9 @@ from helpers import Wrapped, make_classes, make_data, make_dls, make_learner, ma
 from torch import nn
 from torch.utils.data import DataLoader
 
-from learnerkit import (
-    Callback,
-    DataLoaders,
-    GradientAccumulation,
-    ParamScheduler,
-    Recorder,
-    combined_cos,
-    distributed,
-    mae,
-)
+from learnerkit import Callback, DataLoaders, GradientAccumulation, ParamScheduler, Recorder, distributed, mae
 from learnerkit.callbacks import tracking
+from learnerkit.callbacks.schedule import combined_cos
 from learnerkit.callbacks.tracking import (
     EarlyStoppingCallback,
     ReduceLROnPlateau,

@@ -7,7 +7,6 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from learnerkit import (
-    BnFreeze,
     Callback,
     CancelBatchException,
     CancelFitException,
@@ -24,6 +23,7 @@ from learnerkit import (
     mae,
 )
 from learnerkit.callbacks.recorder import format_row
+from learnerkit.callbacks.training import BnFreeze
 from learnerkit.distributed import facts
 
 

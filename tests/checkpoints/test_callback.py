@@ -42,7 +42,6 @@ from learnerkit import (
     GradientClip,
     Learner,
     ParamScheduler,
-    SchedLin,
     TerminateOnNaNCallback,
     accuracy,
     mae,
@@ -50,6 +49,7 @@ from learnerkit import (
 )
 from learnerkit import learner as learner_module
 from learnerkit.callbacks.recorder import PastFit
+from learnerkit.callbacks.schedule import SchedLin
 from learnerkit.checkpoints import storage
 
 EPOCH = STEPS // EPOCHS

@@ -25,12 +25,12 @@ from learnerkit import (
     DataLoaders,
     GradientClip,
     Learner,
-    PeerError,
     distributed,
     mae,
     set_seed,
 )
 from learnerkit.checkpoints import storage
+from learnerkit.distributed import PeerError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 on_ranks = pytest.mark.ranks(2, soak=[3])

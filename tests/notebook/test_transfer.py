@@ -9,8 +9,9 @@ from helpers import make_data, make_learner, make_model, mostly_slow, raising
 from torch import nn
 from torch.optim import SGD, AdamW
 
-from learnerkit import EMA, SWA, Callback, DataLoaders, Learner, Metric, ReduceLROnPlateau, unwrap
+from learnerkit import EMA, SWA, Callback, DataLoaders, Learner, Metric, ReduceLROnPlateau
 from learnerkit.notebook import pickling, transfer
+from learnerkit.utils import unwrap
 
 
 def sent(*objects, known=()):

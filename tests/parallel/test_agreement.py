@@ -28,13 +28,12 @@ from learnerkit import (
     CancelTrainException,
     CancelValidException,
     DataLoaders,
-    Event,
     GradientAccumulation,
     Learner,
-    PeerError,
     distributed,
 )
-from learnerkit.events import INNER_EVENTS
+from learnerkit.distributed import PeerError
+from learnerkit.events import INNER_EVENTS, Event
 from learnerkit.parallel.agreement import END, Agreement
 from learnerkit.parallel.loaders import split_evenly
 

@@ -1,4 +1,4 @@
-"""ParallelCallback: on fewer than two GPUs, on a stand-in for several, and, where a machine has them, on several."""
+"""DataParallelCallback: on fewer than two GPUs, on a stand-in for several, and on several where a machine has them."""
 
 import ast
 import copy
@@ -18,18 +18,10 @@ from torch.nn import functional as F
 from torch.nn.parallel import scatter_gather
 from torch.utils.data import DataLoader, TensorDataset
 
-from learnerkit import (
-    Callback,
-    CancelBatchException,
-    DataLoaders,
-    Learner,
-    ParallelCallback,
-    Recorder,
-    accuracy,
-    unwrap,
-)
+from learnerkit import Callback, CancelBatchException, DataLoaders, DataParallelCallback, Learner, Recorder, accuracy
 from learnerkit.losses import LossWeight
 from learnerkit.parallel.data_parallel import _Replica, can_replicate, look_through
+from learnerkit.utils import unwrap
 
 
 def test_with_fewer_than_two_gpus_it_says_so_once_and_trains(monkeypatch):
@@ -43,7 +35,7 @@ def test_with_fewer_than_two_gpus_it_says_so_once_and_trains(monkeypatch):
             learn.fit(1)
             learn.fit(1)
     assert len([w for w in caught if "DataParallel needs two GPUs" in str(w.message)]) == 1
-    assert not any(isinstance(cb, ParallelCallback) for cb in learn.cbs)
+    assert not any(isinstance(cb, DataParallelCallback) for cb in learn.cbs)
     assert learn.recorder.history
 
 
@@ -57,13 +49,13 @@ def test_a_model_that_spans_devices_is_refused():
 
 def test_to_and_detach():
     learn = make_learner()
-    assert any(isinstance(cb, ParallelCallback) for cb in learn.to_parallel([0, 1]).cbs)
-    assert not any(isinstance(cb, ParallelCallback) for cb in learn.detach_parallel().cbs)
+    assert any(isinstance(cb, DataParallelCallback) for cb in learn.to_parallel([0, 1]).cbs)
+    assert not any(isinstance(cb, DataParallelCallback) for cb in learn.detach_parallel().cbs)
 
 
 def test_a_gpu_twice_is_refused():
     with pytest.raises(ValueError, match=r"device_ids=\[0, 0\]"):
-        ParallelCallback([0, 0])
+        DataParallelCallback([0, 0])
 
 
 def test_the_model_is_wrapped_for_the_fit_and_saved_plain(two_gpus, tmp_path):
@@ -395,7 +387,7 @@ def learner(case, on_replicas=None, **more):
         loss_func.double()
     learn = Learner(dls(), model().double(), loss_func, **kwargs)
     if on_replicas is not None:
-        learn.add_cb(ParallelCallback(loss_on_replicas=on_replicas))
+        learn.add_cb(DataParallelCallback(loss_on_replicas=on_replicas))
     return learn
 
 
@@ -432,7 +424,7 @@ def test_where_the_loss_is_computed(three_gpus, on_replicas, sizes):
         return F.mse_loss(pred, target)
 
     seen = []
-    cbs = ParallelCallback(loss_on_replicas=on_replicas)
+    cbs = DataParallelCallback(loss_on_replicas=on_replicas)
     make_learner(loaders(make_data(21)), make_model().double(), loss, cbs=cbs).fit(1)
     # The replicas run at the same time, in any order; in validation predictions are gathered anyway.
     assert sorted(seen) == sorted([*sizes, 4, 4, 1])
@@ -587,7 +579,7 @@ def test_a_compiled_loss():
 )
 def test_a_loss_that_cannot_be_cut_up_is_computed_on_one_device(three_gpus, kwargs, cbs):
     one, several = (make_learner(loaders(make_data(21)), make_model().double(), **kwargs) for _ in range(2))
-    several.add_cb(ParallelCallback())
+    several.add_cb(DataParallelCallback())
     for learn in (one, several):
         learn.fit(2, cbs=cbs and cbs())
         learn.loss_func = one.loss_func
@@ -602,7 +594,7 @@ def test_class_weights_of_zero(three_gpus):
         loss_func = nn.CrossEntropyLoss(torch.tensor([0.0, 1.0, 2.0], dtype=torch.float64))
         return make_learner(loaders(data), make_model(4, 3).double(), loss_func, cbs=list(cbs))
 
-    one, several = made(), made(ParallelCallback())
+    one, several = made(), made(DataParallelCallback())
     one.fit(2)
     several.fit(2)
     equal(several, one)
@@ -614,7 +606,7 @@ def near_inputs(pred, target, *, x, model):
 
 def test_a_loss_that_asks_the_learner_is_computed_on_one_device(three_gpus):
     one, several = (make_learner(loaders(make_data(21)), make_model().double(), near_inputs) for _ in range(2))
-    several.add_cb(ParallelCallback())
+    several.add_cb(DataParallelCallback())
     for learn in (one, several):
         learn.fit(2)
     equal(several, one)
@@ -651,7 +643,7 @@ def test_counts_that_the_model_returns(three_gpus, kind):
             learn.fit(2, cbs=Callback(after_pred=lambda cb: cb.learn.output))  # who may read it
         return learn
 
-    one, several = train(), train(ParallelCallback())
+    one, several = train(), train(DataParallelCallback())
     close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
     close(several.recorder.values[-1][:2], one.recorder.values[-1][:2])
     close(several.recorder.losses, one.recorder.losses)
@@ -660,8 +652,8 @@ def test_counts_that_the_model_returns(three_gpus, kind):
 
 def test_a_weight_for_each_loss_is_refused(three_gpus):
     model = Kinds(lambda loss, n: {"tokens": loss, "n": n}).double()
-    learn = Learner(mapping_loaders(), model, loss_weight={"tokens": "n"}, cbs=ParallelCallback())
-    with pytest.raises(ValueError, match="ParallelCallback cannot weigh the parts"):
+    learn = Learner(mapping_loaders(), model, loss_weight={"tokens": "n"}, cbs=DataParallelCallback())
+    with pytest.raises(ValueError, match="DataParallelCallback cannot weigh the parts"):
         learn.fit(1)
 
 
@@ -673,7 +665,7 @@ def test_targets_that_are_not_one_per_sample_stay_whole(three_gpus):
 
     one, several = (make_learner(DataLoaders(batches, device="cpu", n_inp=1), make_model().double(), loss)
                     for _ in range(2))  # fmt: skip
-    several.add_cb(ParallelCallback())
+    several.add_cb(DataParallelCallback())
     for learn in (one, several):
         learn.fit(2)
     torch.testing.assert_close(several.recorder.values, one.recorder.values, rtol=1e-12, atol=1e-12)
@@ -711,7 +703,7 @@ def test_a_callbacks_call_after_a_forward_pass_that_was_cancelled(three_gpus):
             cancels.append(True)
 
     cancels, seen = [], []
-    learn = make_learner(loaders(make_data(21)), Cancels(4, 1).double(), cbs=ParallelCallback())
+    learn = make_learner(loaders(make_data(21)), Cancels(4, 1).double(), cbs=DataParallelCallback())
     learn.fit(1, cbs=Callback(before_batch=call))
     assert seen[:3] == [(10, 1), (10, 1), (1, 1)]
 
@@ -753,7 +745,7 @@ def test_saved_weights_have_plain_names(three_gpus, tmp_path):
 def test_a_last_batch_too_small_for_batch_norm_is_found_on_the_replicas(three_gpus):
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)).double()
     before = {k: v.clone() for k, v in model.state_dict().items()}
-    learn = make_learner(loaders(make_data(21)), model, cbs=ParallelCallback())
+    learn = make_learner(loaders(make_data(21)), model, cbs=DataParallelCallback())
     with pytest.raises(ValueError, match="its last batch has 1 of its 21 samples"):
         learn.fit(1)
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
@@ -761,7 +753,7 @@ def test_a_last_batch_too_small_for_batch_norm_is_found_on_the_replicas(three_gp
 
 def test_the_first_replica_keeps_the_batch_statistics(three_gpus):
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)).double()
-    learn = make_learner(loaders(make_data(18), bs=9), model, cbs=ParallelCallback())
+    learn = make_learner(loaders(make_data(18), bs=9), model, cbs=DataParallelCallback())
     learn.fit(2)
     assert model[1].num_batches_tracked == 4
 
@@ -777,7 +769,7 @@ def test_autocast_reaches_the_replicas_with_its_type(three_gpus, dtype):
             seen.add(x.dtype)
             return x.float()
 
-    learn = make_learner(make_dls(), nn.Sequential(nn.Linear(4, 1), Look()), cbs=ParallelCallback())
+    learn = make_learner(make_dls(), nn.Sequential(nn.Linear(4, 1), Look()), cbs=DataParallelCallback())
     with torch.autocast("cpu", dtype=dtype):
         learn.fit(1)
         learn.validate()
@@ -788,7 +780,7 @@ def test_autocast_reaches_the_replicas_with_its_type(three_gpus, dtype):
 
 
 def test_an_error_of_the_loss_on_a_replica_says_what_it_got(three_gpus):
-    learn = make_learner(make_dls(data=make_classes), make_model(4, 3), nn.BCELoss(), cbs=ParallelCallback())
+    learn = make_learner(make_dls(data=make_classes), make_model(4, 3), nn.BCELoss(), cbs=DataParallelCallback())
     with pytest.raises(Exception) as e:
         learn.fit(1)
     (note,) = [n for n in notes(e.value) if n.startswith("the loss got")]
@@ -799,38 +791,38 @@ def test_an_error_of_the_loss_on_a_replica_says_what_it_got(three_gpus):
 
 @pytest.mark.parametrize("loss_func", [lambda p, y: (p - y).square(), lambda p, y: 1.0, lambda p, y: None])
 def test_a_loss_that_is_no_scalar_is_refused(three_gpus, loss_func):
-    learn = make_learner(make_dls(train=4, bs=2), loss_func=loss_func, cbs=ParallelCallback())
+    learn = make_learner(make_dls(train=4, bs=2), loss_func=loss_func, cbs=DataParallelCallback())
     with pytest.raises(ValueError, match="the loss is not a scalar"):
         learn.fit(1)
 
 
 def test_shapes_that_would_broadcast_are_refused(three_gpus):
     data = TensorDataset(torch.randn(6, 4), torch.randn(6))
-    learn = make_learner(DataLoaders(DataLoader(data, 6), device="cpu"), cbs=ParallelCallback())
+    learn = make_learner(DataLoaders(DataLoader(data, 6), device="cpu"), cbs=DataParallelCallback())
     with pytest.raises(ValueError, match="compares them element by element"):
         learn.fit(1)
 
 
 def test_a_model_without_its_loss_is_refused(three_gpus):
     batches = [{"x": torch.randn(6, 4).double()}]
-    learn = Learner(DataLoaders(batches, device="cpu"), OwnLoss().double(), cbs=ParallelCallback())
+    learn = Learner(DataLoaders(batches, device="cpu"), OwnLoss().double(), cbs=DataParallelCallback())
     with pytest.raises(ValueError, match="there is no loss"):
         learn.fit(1)
     assert learn.get_preds(dl=batches)[0].shape == (6, 3, 5)
 
 
 def test_which_of_our_callbacks_read_predictions():
-    # ParallelCallback takes it that in training none but the recorder does, and that for train_metrics alone, and what
-    # says so by `reads_predictions`; MixedPrecision has nothing to do where there are none, and GradientAccumulation
-    # reads them where a count on the host is 0, which on several GPUs is on the device. SplitBatch joins those of the
-    # parts, if there are any.
+    # DataParallelCallback takes it that in training none but the recorder does, and that for train_metrics alone, and
+    # what says so by `reads_predictions`; MixedPrecision has nothing to do where there are none, and
+    # GradientAccumulation reads them where a count on the host is 0, which on several GPUs is on the device. SplitBatch
+    # joins those of the parts, if there are any.
     readers = set()
     for path in (ROOT / "learnerkit" / "callbacks").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if getattr(node, "attr", "") in ("pred", "output") or getattr(node, "id", "") == "output_of":
                 readers.add(path.stem)
     known = {"prediction", "recorder", "precision", "accumulation", "batch_parts", "sharded_parts"}
-    assert readers == known, "a new reader: have ParallelCallback._wanted know it"
+    assert readers == known, "a new reader: have DataParallelCallback._wanted know it"
 
 
 def test_what_all_samples_share_cannot_be_cut(three_gpus):
@@ -839,7 +831,7 @@ def test_what_all_samples_share_cannot_be_cut(three_gpus):
             return super().forward(x + shift)
 
     dls = DataLoaders([(torch.ones(3), torch.ones(6, 3), torch.ones(6, 1))], batch_size=lambda batch: len(batch[1]))
-    learn = Learner(dls, Shifted(3, 1), nn.MSELoss(), cbs=ParallelCallback())
+    learn = Learner(dls, Shifted(3, 1), nn.MSELoss(), cbs=DataParallelCallback())
     with pytest.raises(ValueError, match="cuts every input along its first dimension.*keep what all samples share in"):
         learn.fit(1)
 

@@ -30,9 +30,9 @@ from learnerkit import (
     distributed,
     on_rank0,
     set_seed,
-    unwrap,
 )
 from learnerkit.parallel.watch import PeerError
+from learnerkit.utils import unwrap
 
 pytestmark = pytest.mark.ranks(2, slow=["torchrun"], soak=[3])
 

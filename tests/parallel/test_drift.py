@@ -6,8 +6,9 @@ import torch
 from helpers import make_learner
 from torch import nn
 
-from learnerkit import EMA, Callback, DriftCheck, EarlyStoppingCallback, distributed
+from learnerkit import EMA, Callback, EarlyStoppingCallback, distributed
 from learnerkit.learner import Learner
+from learnerkit.parallel import DriftCheck
 from learnerkit.parallel.drift import describe_drift
 from learnerkit.run_state import state_table
 

@@ -5,7 +5,9 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from learnerkit import EMA, Callback, DataLoaders, DriftCheck, Learner, distributed, unwrap
+from learnerkit import EMA, Callback, DataLoaders, Learner, distributed
+from learnerkit.parallel import DriftCheck
+from learnerkit.utils import unwrap
 
 pytestmark = [pytest.mark.ranks(2, slow=[3]), pytest.mark.filterwarnings("ignore:sync_bn|.*each train a whole copy")]
 

@@ -19,8 +19,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 import learnerkit
-from learnerkit import Callback, DataLoaders, Event, GradientAccumulation, Learner, PeerError, distributed
-from learnerkit.events import INNER_EVENTS
+from learnerkit import Callback, DataLoaders, GradientAccumulation, Learner, distributed
+from learnerkit.distributed import PeerError
+from learnerkit.events import INNER_EVENTS, Event
 
 on_ranks = pytest.mark.ranks(2, slow=[3])
 slow_on_ranks = pytest.mark.ranks(slow=[2], soak=[3])

@@ -12,7 +12,8 @@ from helpers import mostly_slow
 from torch import nn
 from torch.utils.data import Dataset, get_worker_info
 
-from learnerkit import Callback, CancelFitException, DataLoaders, Learner, PeerError, distributed
+from learnerkit import Callback, CancelFitException, DataLoaders, Learner, distributed
+from learnerkit.distributed import PeerError
 from learnerkit.events import INNER_EVENTS
 
 on_ranks = pytest.mark.ranks(2, soak=[3])

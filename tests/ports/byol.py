@@ -12,7 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from learnerkit import EMA, DataLoaders, Learner, SchedCos, linear_warmup
+from learnerkit import EMA, DataLoaders, Learner, linear_warmup
+from learnerkit.callbacks.schedule import SchedCos
 
 EPOCHS, BATCH, RATE, WARMUP, MOMENTUM, DECAY = 3, 12, 0.2, 0.25, 0.9, 1e-3
 

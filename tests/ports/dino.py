@@ -13,17 +13,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from learnerkit import (
-    EMA,
-    Callback,
-    DataLoaders,
-    GradientClip,
-    Learner,
-    ParamScheduler,
-    SchedCos,
-    distributed,
-    linear_warmup,
-)
+from learnerkit import EMA, Callback, DataLoaders, GradientClip, Learner, ParamScheduler, distributed, linear_warmup
+from learnerkit.callbacks.schedule import SchedCos
 
 EPOCHS, BATCH, RATE, WARMUP = 4, 12, 2e-2, 0.2
 HEATS = 0.04, 0.05, 0.06, 0.07  # the teacher's temperature in each epoch

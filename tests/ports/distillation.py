@@ -8,7 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from learnerkit import DataLoaders, GradientClip, Learner, SchedLin
+from learnerkit import DataLoaders, GradientClip, Learner
+from learnerkit.callbacks.schedule import SchedLin
 
 EPOCHS, BATCH, HEAT, SHARE = 2, 16, 3.0, 0.7
 

@@ -22,11 +22,11 @@ from learnerkit import (
     GradientClip,
     Learner,
     SaveModelCallback,
-    SchedLin,
     accuracy,
     layer_decay,
     linear_warmup,
 )
+from learnerkit.callbacks.schedule import SchedLin
 from learnerkit.datasets import chat_lines
 
 EPOCHS, PATIENCE, BATCH, LENGTH = 9, 2, 24, 24

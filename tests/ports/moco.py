@@ -12,7 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from learnerkit import EMA, Callback, DataLoaders, Learner, SchedCos, distributed
+from learnerkit import EMA, Callback, DataLoaders, Learner, distributed
+from learnerkit.callbacks.schedule import SchedCos
 
 EPOCHS, BATCH, QUEUE, MOMENTUM, HEAT, RATE = 4, 12, 48, 0.9, 0.2, 0.3
 

@@ -20,10 +20,10 @@ from learnerkit import (
     GradientClip,
     Learner,
     SaveModelCallback,
-    SchedCos,
     ValidateEvery,
     linear_warmup,
 )
+from learnerkit.callbacks.schedule import SchedCos
 from learnerkit.datasets import chat_lines
 
 STEPS, EVERY, N_BATCHES, BATCH, LENGTH = 15, 3, 2, 6, 12

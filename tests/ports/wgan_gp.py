@@ -9,7 +9,8 @@ from torch import nn
 from torch.optim import Adam
 from torch.utils.data import DataLoader, TensorDataset
 
-from learnerkit import DataLoaders, Learner, SchedLin
+from learnerkit import DataLoaders, Learner
+from learnerkit.callbacks.schedule import SchedLin
 
 EPOCHS, BATCH, RATIO, PENALTY, RATE = 4, 12, 3, 10.0, 5e-3
 

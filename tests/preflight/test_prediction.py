@@ -284,9 +284,9 @@ def test_what_cannot_be_known_is_said():
 
 
 def parallel():
-    from learnerkit import ParallelCallback
+    from learnerkit import DataParallelCallback
 
-    return ParallelCallback()
+    return DataParallelCallback()
 
 
 def test_samples_in_another_dimension_and_values_on_the_host():

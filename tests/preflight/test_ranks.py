@@ -18,8 +18,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 
-from learnerkit import Callback, DataLoaders, Learner, accuracy, distributed, unwrap
+from learnerkit import Callback, DataLoaders, Learner, accuracy, distributed
 from learnerkit.preflight.ranks import check_distributed
+from learnerkit.utils import unwrap
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -9,7 +9,8 @@ from helpers import make_data, make_model, raises, same_weights, weights
 from torch import nn
 from torch.optim import SGD
 
-from learnerkit import Callback, DataLoaders, Learner, PeerError, distributed
+from learnerkit import Callback, DataLoaders, Learner, distributed
+from learnerkit.distributed import PeerError
 from learnerkit.scaling import batch_size
 
 pytestmark = [

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from helpers import mostly_slow
 from scaling_jobs import BYTES_PER_SECOND, PART_OF, SECONDS, make_learner
 
-from learnerkit import Callback, PeerError, distributed
+from learnerkit import Callback, distributed
+from learnerkit.distributed import PeerError
 from learnerkit.scaling.making import Making
 from learnerkit.scaling.parts import REDUCE
 

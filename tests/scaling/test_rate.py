@@ -11,8 +11,9 @@ from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, RMSprop
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 
 import learnerkit.learner
-from learnerkit import DataLoaders, GradientAccumulation, Learner, ParamScheduler, SchedCos, linear_warmup, scaled_lr
+from learnerkit import DataLoaders, GradientAccumulation, Learner, ParamScheduler, linear_warmup, scaled_lr
 from learnerkit.callbacks.lr_find import SuggestionMethod
+from learnerkit.callbacks.schedule import SchedCos
 from learnerkit.notebook.kernel import Workers
 
 DATA = make_data(100)
