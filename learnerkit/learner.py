@@ -572,8 +572,9 @@ class Learner(RunState):
     ) -> None:
         """`fit` with the 1cycle policy (Smith, https://arxiv.org/abs/1803.09820): rates up and down along cosines.
 
+        Arguments that are not named here are those of `fit`.
+
         Args:
-            n_epoch, wd, cbs, reset_opt, start_epoch, n_steps: as in `fit`.
             lr_max: the peak; default the Learner's `lr`.
             div: the first rate is lr_max / div.
             div_final: the last rate is lr_max / div_final.
@@ -584,8 +585,7 @@ class Learner(RunState):
             ValueError: the training loader has no length, so that nobody knows how far training has come.
         """
         cycle, momentum = self._one_cycle(div, div_final, pct_start, moms)
-        run = dict[str, Any](wd=wd, cbs=cbs, reset_opt=reset_opt, start_epoch=start_epoch, n_steps=n_steps)
-        self._fit_scheduled(cycle, n_epoch, lr_max, momentum=momentum, **run)
+        self._fit_scheduled(cycle, momentum, n_epoch, lr_max, wd, cbs, reset_opt, start_epoch, n_steps)
 
     def _one_cycle(
         self, div: float = 25.0, div_final: float = 1e5, pct_start: float = 0.25, moms: tuple[Any, ...] | None = None
@@ -612,16 +612,20 @@ class Learner(RunState):
     ) -> None:
         """`fit` at a constant rate, and then down along a cosine.
 
+        Arguments that are not named here are those of `fit`.
+
         Args:
-            n_epoch, lr, wd, cbs, reset_opt, start_epoch, n_steps: as in `fit`.
             div_final: the last rate is lr / div_final.
             pct_start: share of the steps at the constant rate.
 
         Raises:
             ValueError: the training loader has no length, so that nobody knows how far training has come.
         """
-        run = dict[str, Any](wd=wd, cbs=cbs, reset_opt=reset_opt, start_epoch=start_epoch, n_steps=n_steps)
-        self._fit_scheduled(lambda rate: combined_cos(pct_start, rate, rate, rate / div_final), n_epoch, lr, **run)
+
+        def flat_cos(rate: float) -> Schedule:
+            return combined_cos(pct_start, rate, rate, rate / div_final)
+
+        self._fit_scheduled(flat_cos, None, n_epoch, lr, wd, cbs, reset_opt, start_epoch, n_steps)
 
     @public
     def fit_sgdr(
@@ -637,14 +641,14 @@ class Learner(RunState):
     ) -> None:
         """`fit` with warm restarts (SGDR; Loshchilov and Hutter, https://arxiv.org/abs/1608.03983).
 
-        In each cycle the rate falls from `lr_max` to 0 along a cosine.
+        In each cycle the rate falls from `lr_max` to 0 along a cosine. Arguments that are not named here are those
+        of `fit`.
 
         Args:
             n_cycles: how many cycles.
             cycle_len: epochs of the first one.
             lr_max: the rate at the start of each; default the Learner's `lr`.
             cycle_mult: how many times as long as the one before each cycle is.
-            cbs, reset_opt, wd, start_epoch: as in `fit`.
 
         Raises:
             ValueError: the training loader has no length; cycles that are not whole numbers of 1 or more.
@@ -653,31 +657,36 @@ class Learner(RunState):
             arguments.check_count(name, value)
         lengths = [cycle_len * cycle_mult**i for i in range(n_cycles)]
         shares = [length / sum(lengths) for length in lengths]
-        run = dict[str, Any](wd=wd, cbs=cbs, reset_opt=reset_opt, start_epoch=start_epoch, n_steps=None)
-        self._fit_scheduled(
-            lambda peak: combine_scheds(shares, [SchedCos(peak, 0.0)] * n_cycles), sum(lengths), lr_max, **run
-        )
+
+        def cycles(peak: float) -> Schedule:
+            return combine_scheds(shares, [SchedCos(peak, 0.0)] * n_cycles)
+
+        self._fit_scheduled(cycles, None, sum(lengths), lr_max, wd, cbs, reset_opt, start_epoch)
 
     @on_workers
     def _fit_scheduled(
         self,
         schedule: Callable[[float], Schedule],
+        momentum: Schedule | None,
         n_epoch: int | None,
         lr: Rates | None,
-        momentum: Schedule | None = None,
-        **run: Any,
+        wd: float | Mapping[str, float] | None,
+        cbs: Callbacks,
+        reset_opt: bool,
+        start_epoch: int,
+        n_steps: int | None = None,
     ) -> None:
         "`fit` with a schedule for each group's rate, and one of the momentum for optimizers that have it."
-        arguments.check_fit(self, n_epoch, run["start_epoch"], run["n_steps"])
-        run["cbs"] = listify(run["cbs"])
-        self._make_opt(run.pop("reset_opt"))
-        peaks = optim.group_rates(self.opt, lr, self._named_lr, functools.partial(optim.settled, self, cbs=run["cbs"]))
+        arguments.check_fit(self, n_epoch, start_epoch, n_steps)
+        cbs = listify(cbs)
+        self._make_opt(reset_opt)
+        peaks = optim.group_rates(self.opt, lr, self._named_lr, functools.partial(optim.settled, self, cbs=cbs))
         scheds = {"lr": optim.named(self.opt, [list(map(schedule, each)) for each in peaks])}
         if momentum is not None and any(map(optim.has_momentum, self.opts)):
             momenta = [momentum if optim.has_momentum(opt) else None for opt in self.opts]
             scheds["momentum"] = optim.named(self.opt, momenta)
-        run["cbs"] = [ParamScheduler(scheds), *run["cbs"]]
-        self.fit(n_epoch, optim.named(self.opt, peaks), **run)
+        cbs = [ParamScheduler(scheds), *cbs]
+        self.fit(n_epoch, optim.named(self.opt, peaks), wd, cbs, start_epoch=start_epoch, n_steps=n_steps)
 
     @public
     def fine_tune(

@@ -1,7 +1,7 @@
 """Checks at the rim, one by one; `test_learner.py` has them as a user meets them."""
 
 import re
-from inspect import signature
+from inspect import getdoc, signature
 from types import FunctionType, SimpleNamespace
 
 import pytest
@@ -121,6 +121,19 @@ def test_keywords_are_checked_before_anything_happens_and_signatures_stay():
     assert all(p.requires_grad for p in learn.model.parameters())
     assert list(signature(Learner.fit).parameters)[:3] == ["self", "n_epoch", "lr"]
     assert "opt_func" in signature(Learner).parameters
+
+
+SHARED = {"n_epoch", "lr", "wd", "cbs", "reset_opt", "start_epoch", "n_steps"}
+
+
+@pytest.mark.parametrize("verb", ["fit_one_cycle", "fit_flat_cos", "fit_sgdr"])
+def test_arguments_that_verbs_of_training_share_are_those_of_fit(verb):
+    fit, own = (signature(getattr(Learner, name)).parameters for name in ("fit", verb))
+    assert fit.keys() == {"self", *SHARED}
+    assert {name: own[name] for name in own.keys() & SHARED} == {name: fit[name] for name in own.keys() & SHARED}
+    assert own.keys() >= {"wd", "cbs", "reset_opt", "start_epoch"}
+    documented = set(re.findall(r"^    (\w+): ", getdoc(getattr(Learner, verb)).partition("Raises:")[0], re.MULTILINE))
+    assert documented == own.keys() - SHARED - {"self"}
 
 
 def test_what_is_no_dataset_is_told():
