@@ -1,9 +1,9 @@
-"""Ranks leave together: what one of them raises, all of them raise, at the same place of the loop.
+"""Agreement of the ranks on when to leave: what one rank raises, all ranks raise, at the same place of the loop.
 
-Outside the batches every event ends in a vote, a collective of some bytes. In training the rank that raises goes on
-taking part in the collectives, with batches of zero weight (`left_batch.py`), until the flag that it puts into the
-gradients' reduction has reached all (`rank_step.py`); in validation it calls the others to a vote. An error that is not
-a cancel cannot wait for that: `watch.py` tells the others and frees those that are blocked.
+Outside the batches, every event ends in a vote, a collective of a few bytes. In training, the rank that raises keeps
+taking part in the collectives, with batches of zero weight (`left_batch.py`), until its flag, which travels with the
+gradients' reduction, has reached all ranks (`rank_step.py`). In validation it calls the others to a vote. An error that
+is not a cancel cannot wait for that: `watch.py` tells the others and frees those that are blocked.
 """
 
 import math
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from learnerkit.learner import Learner
 
 LEAVING = (KeyboardInterrupt, CancelFitException, CancelEpochException, CancelValidException, CancelTrainException)
-"""The exceptions that ranks raise together; if they raise several at once, the first of these counts."""
+"""The exceptions that ranks raise together, the strongest first; if ranks have several, the strongest is raised."""
 
 SAVE, INTERRUPT, END = 1, 2, 3
 
@@ -47,14 +47,14 @@ TOLD: tuple[Any, ...] = (SAVE, INTERRUPT, END, *LEAVING)
 
 
 class Request:
-    """The request to a run from outside: to save, to save and raise KeyboardInterrupt, or to save and leave.
+    """A request to a run from outside: to save, to save and raise KeyboardInterrupt, or to save and leave.
 
     Attributes:
-        mine: of this rank: 0, `SAVE`, `INTERRUPT` or `END`.
-        agreed: what all ranks know of, at the same place of the loop.
-        since: when this rank was asked for `mine`, on the monotonic clock.
-        heard: somebody acts on it, so Ctrl-C can wait.
-        failed: a rank has failed, so that nothing can be saved any more: SIGTERM ends this one at once.
+        mine: the request to this rank: 0, `SAVE`, `INTERRUPT` or `END`.
+        agreed: the request that all ranks know of, at the same place of the loop.
+        since: the time at which this rank got `mine`, on the monotonic clock.
+        heard: a callback acts on requests, so Ctrl-C can wait for it.
+        failed: a rank has failed, so that nothing can be saved any more: SIGTERM ends this process at once.
     """
 
     def __init__(self) -> None:
@@ -63,21 +63,21 @@ class Request:
         self.heard = self.failed = False
 
     def ask(self, what: int) -> None:
-        """Ask for something, unless more is asked for already."""
+        """Request something, unless a stronger request is pending."""
         self.mine = max(self.mine, what)
 
     def done(self) -> None:
-        """Note that it has been done."""
+        """Forget the request; it has been served."""
         self.mine = self.agreed = 0
 
 
 STEP, AFTER_BATCH, NEXT_BATCH = 1, 2, 3
-"""The points of a batch that a rank may leave out, while others wait there."""
+"""The points of a batch that a rank may skip while other ranks wait there."""
 
 _PLACES: dict[str, int] = {
     event: i for i, event in enumerate(INNER_EVENTS) if not event.startswith(("after_cancel_", "cleanup_"))
 }
-"""The events of a batch in their order."""
+"""The index of each event of a batch, in the order in which they take place."""
 
 
 class Agreement:
@@ -87,17 +87,17 @@ class Agreement:
         learn: the learner.
 
     Attributes:
-        alone_from: from this training batch on each rank trains by itself; outside of batches the ranks vote as ever.
+        alone_from: each rank trains by itself from this training batch on; outside of batches the ranks still vote.
     """
 
     def __init__(self, learn: "Learner") -> None:
         self.learn = learn
-        self.pending: BaseException | None = None  # this rank's reason to leave, until all ranks know of it
-        self.presses = 0  # of Ctrl-C
+        self.pending: BaseException | None = None  # this rank's reason to leave, until all ranks know it
+        self.presses = 0  # how often Ctrl-C was pressed
         self.request = Request()
         self.votes = 0
-        self.event = "before_fit"  # which has taken place last
-        self.left_batch: Any = None  # this rank's `LeftBatch` once it trains, with its `RankStep`
+        self.event = "before_fit"  # the last event that has begun
+        self.left_batch: Any = None  # this rank's `LeftBatch`, with its `RankStep`, once it trains
         self.alone_from = math.inf
 
     @contextmanager
@@ -106,13 +106,13 @@ class Agreement:
 
         Args:
             what: the call that makes the run, such as 'fit'.
-            timeout: seconds after which a rank that waits without anything moving counts as stuck.
+            timeout: seconds without progress after which a rank that waits counts as stuck.
 
         Raises:
             PeerError: another rank has failed, has not come, or is at another place.
         """
         device = self.learn.dls.device
-        if device.type != "cpu":  # NCCL's object collectives go by the current device
+        if device.type != "cpu":  # NCCL's object collectives use the current device
             torch.accelerator.set_device_index(device.index or 0)
         # A collective must not give up before the watch can tell what it waits for.
         distributed.join(timeout + 60, what, wait=timeout)
@@ -120,35 +120,35 @@ class Agreement:
             self.watch = stack.enter_context(Watch(what, timeout))
             stack.enter_context(distributed.before_collective(self._before_collective))
             stack.enter_context(distributed.noticing_standstills(self.watch.none_moves))
-            if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else the user has a handler
-                with suppress(ValueError):  # not in the main thread, where alone Python sees signals
+            if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # otherwise the user has a handler
+                with suppress(ValueError):  # only the main thread may set signal handlers
                     stack.callback(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, self._interrupt))
             self.learn._agreement = self
             try:
                 yield
                 self.vote("the end of the run")  # another rank may have failed in a cleanup
-                self.make_whole()  # where a cancel has left `after_fit` out
+                self.make_whole()  # a cancel may have skipped `after_fit`
             except BaseException as error:
                 if self.learn.shards is not None:
                     self.learn.shards.explain(error)
                 self.failed(error)
-                if may_follow(error) and ending_of(error).rank < 0:  # this rank has told nobody of it
+                if may_follow(error) and ending_of(error).rank < 0:  # this rank has told no other rank of the error
                     self.watch.check()
-                if ending_of(error).agreed:  # all are here, as with Ctrl-C
+                if ending_of(error).agreed:  # all ranks are here, as with Ctrl-C
                     self.make_whole()
                 raise
             finally:
                 self.pending = self.left_batch = self.learn._agreement = None
 
     def make_whole(self) -> None:
-        """Make a sharded model whole, unless it is too large for that; every rank must reach this."""
+        """Gather a sharded model, unless it is too large for that; every rank must reach this."""
         shards = self.learn.shards
         if shards is not None and not shards.stays:
             shards.restore()
             self.learn.shards = None
 
     def _interrupt(self, *_: object) -> None:
-        """Let Ctrl-C take effect where all ranks can leave together; pressed again, at once."""
+        """Handle Ctrl-C: have all ranks leave together, or, if it is pressed again, raise at once."""
         self.presses += 1
         if self.presses > 1:
             raise KeyboardInterrupt
@@ -167,8 +167,9 @@ class Agreement:
             self.learn.shards.failed = True
         if may_follow(error):
             if self.request.mine == END:
-                end_at_once()  # the launcher has sent SIGTERM since another rank is dead
-            if self.watch.first_failure(patience=0.0 if known.standstill else 2.0):  # else no other rank will say more
+                end_at_once()  # the launcher has sent SIGTERM because another rank is dead
+            # This rank only repeats that failure.
+            if self.watch.first_failure(patience=0.0 if known.standstill else 2.0):
                 return
         mark(
             error, rank=self.watch.rank, event=known.event or f"the loop, after {self.event}",
@@ -180,9 +181,9 @@ class Agreement:
 
     @contextmanager
     def keeping(self) -> Iterator[None]:
-        """Keep one of `LEAVING` that is raised in here for the next vote, or the stronger one that is kept already.
+        """Catch an exception of `LEAVING` and keep it for the next vote, unless a stronger one is already kept.
 
-        What ends the run at once goes on: all ranks raise it, or the user has pressed Ctrl-C again.
+        An exception that ends the run at once is raised again: all ranks raise it, or Ctrl-C was pressed twice.
         """
         try:
             yield
@@ -192,15 +193,15 @@ class Agreement:
             self.pending = min(self.pending or error, error, key=strength)
 
     def flags(self) -> list[float]:
-        """Return a number for each of `TOLD`: 1 for what this rank has to tell, else 0."""
+        """Return this rank's flags: for each item of `TOLD` 1 if this rank asks for it or leaves with it, else 0."""
         own, asked = self.pending, self.request.mine
         return [what == asked if isinstance(what, int) else isinstance(own, what) for what in TOLD]
 
     def obey(self, flags: list[float]) -> None:
-        """Note what is asked of any rank, and raise the strongest reason to leave that any has.
+        """Record the strongest request of any rank, and raise the strongest reason to leave that any rank has flagged.
 
         Args:
-            flags: the sum, mean or maximum of those of all ranks.
+            flags: the sum, mean or maximum of the flags of all ranks.
         """
         for told, flag in zip(TOLD, flags, strict=True):
             if flag and isinstance(told, int):
@@ -209,7 +210,10 @@ class Agreement:
                 raise self._agreed(told)
 
     def _agreed(self, kind: type[BaseException]) -> BaseException:
-        """Return this rank's own reason, if it is of that kind, else a new one; a stronger one waits for the next vote.
+        """Return the reason to raise: this rank's own if it is of that kind, else a new one.
+
+        A weaker reason of this rank is kept for the next vote. The caller raises the exception: raised here, its
+        traceback would hold this frame, which holds the exception.
 
         It is not raised here, since its traceback would have this frame, which has it.
         """
@@ -219,17 +223,17 @@ class Agreement:
         return mark(own if isinstance(own, kind) else reason, agreed=True)
 
     def vote(self, where: str = "") -> None:
-        """Raise on every rank the strongest reason that any of them has to leave; every rank must reach this.
+        """Raise on every rank the strongest reason to leave that any rank has; every rank must reach this.
 
         Args:
-            where: this rank is; '' before a collective.
+            where: the place of this rank in the loop; '' before a collective.
 
         Raises:
-            PeerError: the ranks vote at different places, and none of them has a reason to.
+            PeerError: the ranks vote at different places, and none of them has a reason to leave.
         """
         learn = self.learn
         if learn.shards is not None:
-            learn.shards.help()  # ranks that still evaluate
+            learn.shards.help()  # other ranks may still evaluate
         self.votes += 1
         where = where or f"a collective in {self.event}"
         if learn._dispatch is not None:
@@ -245,8 +249,8 @@ class Agreement:
             raise distributed.not_together(f"the ranks have come to different places: {found}")
 
     def _before_collective(self) -> None:
-        # A rank that has left an event by a cancel goes on to the vote after it, which would be paired with this
-        # collective of the others. In a batch of training it takes part.
+        # A rank that has left an event by a cancel goes straight to the vote after it, so the other ranks must vote
+        # here, too. In a training batch, the rank takes part in the collective instead.
         if not (self.learn.training and self.event in INNER_EVENTS):
             self.vote()
         elif self.learn.shards is not None:
@@ -255,16 +259,16 @@ class Agreement:
     # The loop
 
     def run_batch(self, one_batch: Any) -> None:
-        """Run a batch, and take part in the others' collectives if this rank leaves it before its end."""
+        """Run a batch; if this rank leaves it early, take part in the collectives that the others still wait for."""
         learn = self.learn
         learn._batch_index = learn.dl.share.place
         if not learn.training:
-            dispatch: Any = learn._dispatch  # the run's, or that of an evaluation that goes on inside it
+            dispatch: Any = learn._dispatch  # the dispatch of the run, or of an evaluation inside it
             dispatch.begin()
             with self.keeping():
                 one_batch()
             if "after_batch" in dispatch.stopped:
-                dispatch.resume("after_batch")  # as on one process, where all hear of such a batch
+                dispatch.resume("after_batch")  # on one process the event's other callbacks run, too
             if self.pending is not None:
                 self.watch.tell("leaving", self.votes)
             if self.pending is not None or self.watch.called == self.votes:
@@ -278,21 +282,21 @@ class Agreement:
         step = self.left_batch.step
         step.begin()
         with self.keeping():
-            one_batch()  # also with a reason to leave, which is reduced with its gradients
+            one_batch()  # a pending reason to leave is reduced with this batch's gradients
         if step.is_open():
             self.left_batch.finish_batch()
         if not step.dispatch.has_passed("after_batch"):
             self._leave_if_all_do(AFTER_BATCH)
-        step.dispatch.resume("after_batch")  # the others have it, and it may hold a collective
+        step.dispatch.resume("after_batch")  # the other ranks have run it, and it may contain a collective
         self._leave_if_all_do(NEXT_BATCH)
 
     def _leave_if_all_do(self, point: int) -> None:
-        """Leave at once, as one process would, if all ranks have a reason to before they come to this point."""
+        """Leave at once, as one process would, if all ranks have a reason to leave before they reach this point."""
         if self.pending is not None and self.left_batch.step.all_skip(point):
             self.vote()
 
     def end_batches(self) -> None:
-        """Vote after the last batch, whose flags perhaps no step has read; every rank must reach this."""
+        """Vote after the last batch, whose flags no later step may have read; every rank must reach this."""
         if self.learn.training:
             self.left_batch.step.number += 1
         self.vote("the end of the batches")
@@ -303,7 +307,7 @@ class RankDispatch(Dispatch):
 
     Args:
         cbs, fitting: as in `Dispatch`.
-        agreement: of the run.
+        agreement: the agreement of the run.
     """
 
     def __init__(self, cbs: list[Callback], fitting: bool, agreement: Agreement) -> None:
@@ -312,21 +316,21 @@ class RankDispatch(Dispatch):
         super().__init__(cbs, fitting)
 
     def begin(self) -> None:
-        """Begin a batch: none of its events has taken place."""
-        self._place = -1  # of the last one that has
-        self.stopped: dict[str, list] = {}  # the event that an error has stopped, with its hooks to come
+        """Begin a batch, of which no event has taken place."""
+        self._place = -1  # the index of the last event that has begun
+        self.stopped: dict[str, list] = {}  # the event that an error has stopped, with its remaining hooks
 
     def _resolve(self) -> dict[str, list]:
-        "The table, each entry with the place that the heartbeat is to show."
+        """Return the table of hooks, each with the place that the heartbeat shows for it."""
         table = super()._resolve()
         for event in Event:
             table[event] = [(cb, hook, f"{event}/{cb!r}".encode()) for cb, hook in table[event]]
-            if not table[event] and event not in INNER_EVENTS:  # it takes place on all ranks, listeners or not
+            if not table[event] and event not in INNER_EVENTS:  # all ranks vote after it, even without hooks
                 table[event] = [(None, self.agreement.watch.check, f"{event}/".encode())]
         return table
 
     def fire(self, event: str) -> None:
-        """Call everyone who listens; after an event outside the batches, vote."""
+        """Call the hooks of an event, and vote after an event outside the batches."""
         if event in INNER_EVENTS:
             self._call(event, self.table[event])
             return
@@ -337,19 +341,19 @@ class RankDispatch(Dispatch):
         self.agreement.vote(f"the end of {event}")
         shards = self.agreement.learn.shards
         if event == "before_validate" and shards is not None:
-            shards.begin_votes()  # not in the event, which a rank may leave before the others begin
+            shards.begin_votes()  # outside the event, which a rank may leave before the others begin
 
     def has_passed(self, event: str) -> bool:
-        """Tell whether an event of this batch has taken place, or begun."""
+        """Tell whether an event of this batch has begun."""
         return _PLACES[event] <= self._place
 
     def resume(self, event: str) -> bool:
-        """Go on with an event of this batch after the callback that stopped it, or fire it if it is still to come.
+        """Run the hooks of an event that are left after the one that stopped it, or fire the event if it has not begun.
 
-        Cancels are kept for later, or concern this rank alone.
+        Cancels that concern all ranks are kept for the next vote; those that concern this rank alone are dropped.
 
         Returns:
-            Whether it was to come.
+            Whether there was anything to run.
         """
         if self.has_passed(event) and event not in self.stopped:
             return False
@@ -360,7 +364,7 @@ class RankDispatch(Dispatch):
         return True
 
     def _call(self, event: str, hooks: list) -> None:
-        self._place = max(self._place, _PLACES.get(event, -1))  # a closure has earlier ones again
+        self._place = max(self._place, _PLACES.get(event, -1))  # a closure repeats earlier events
         self.agreement.event = event
         learn, watch = self.agreement.learn, self.agreement.watch
         rest = iter(hooks)
@@ -376,7 +380,7 @@ class RankDispatch(Dispatch):
                 raise
 
     def close(self) -> None:
-        """Forget the hooks, and what they have raised."""
+        """Forget the hooks and the exceptions that they have raised."""
         super().close()
         self.begin()
 
@@ -385,10 +389,10 @@ class RankDispatch(Dispatch):
             if not isinstance(error, CancelException | KeyboardInterrupt | None):
                 self.agreement.failed(error)
         finally:
-            with self.agreement.keeping():  # what a cleanup raises, which must not communicate: the next vote does
+            with self.agreement.keeping():  # a cleanup must not communicate: what it raises is kept for the next vote
                 super().__exit__(kind, error, traceback)
 
 
 def strength(error: BaseException | None) -> int:
-    """Return the place of an error among `LEAVING`: the lower, the stronger; that of no error is the last."""
+    """Return the index of an error in `LEAVING`: the lower, the stronger. Without an error it is the largest."""
     return next((i for i, kind in enumerate(LEAVING) if isinstance(error, kind)), len(LEAVING))

@@ -1,4 +1,4 @@
-"""How the gradients of a fit are averaged: chosen by what is known, put on the model, and taken off."""
+"""The averaging of a fit's gradients: the choice between DDP's way and the deferred one, and its set-up and removal."""
 
 from collections.abc import Iterable, Sequence
 from itertools import chain
@@ -20,31 +20,32 @@ if TYPE_CHECKING:
     from learnerkit.parallel.distributed import DistributedCallback
     from learnerkit.parallel.sharded_step import Sharded
 
-_LATER = ("after_backward", "before_step")  # where a callback may make a backward pass that counts
+_LATER = ("after_backward", "before_step")  # events in which a callback may run a backward pass whose gradients count
 
 
 class Averager:
-    """Averages the gradients of a fit: during the backward pass where DDP can, else after it.
+    """Averages the gradients of a fit: during the backward pass where DDP can, else after the pass.
 
-    The first batch of a model is averaged after its backward pass. It shows, on all ranks, whether DDP can do it. Which
-    way is taken, `Deferred` or `Overlapped`, is in `learn._gradient`; the run empties that at its end.
+    The first batch of a model is averaged after its backward pass. It shows, on all ranks, whether DDP can average the
+    later ones. `learn._gradient` holds the way that is taken, `Deferred` or `Overlapped`, until the run ends.
 
     Args:
-        cb: whose options say what the user wants, and whose `ends` gets what is undone after the fit.
-        step: of the ranks.
+        cb: the callback with the user's options; its `ends` gets the functions that undo the set-up after the fit.
+        step: the step that the ranks take together.
 
     Attributes:
-        model: the one that is trained.
+        model: the model that is trained.
 
     Raises:
-        ValueError: options of DDP that a learner with steps or backward passes of its own cannot have.
+        ValueError: options of DDP that a learner with its own steps or backward passes cannot have.
     """
 
     def __init__(self, cb: "DistributedCallback", step: RankStep) -> None:
         self.cb, self.step, self.learn = cb, step, step.learn
-        self.model = nn.Module()  # none as yet
-        self._heard: list[Optimizer] = []  # whose steps are heard of
-        # The seam of the learner's own that may make backward passes, and the option that only DDP itself can serve.
+        self.model = nn.Module()  # a placeholder until the first `begin`
+        self._heard: list[Optimizer] = []  # the optimizers that have a hook on `step`
+        # `_own` is the method that the learner overrides and that may run backward passes; `_engine` is the option that
+        # only DDP itself can serve.
         self._own = own = next((seam for seam in ("_backward", "_step") if overrides(self.learn, seam)), "")
         is_static = cb.ddp_kwargs.get("static_graph")
         self._engine = engine = "comm_hook" if cb.comm_hook else "static_graph" if is_static else ""
@@ -72,14 +73,14 @@ class Averager:
             )
 
     def begin(self) -> None:
-        """Begin to train, perhaps another model than before; every rank must reach this."""
+        """Begin training, perhaps of another model than before; every rank must reach this."""
         step, learn = self.step, self.learn
         if learn.shards is not None:
             learn.shards.take_optimizers(learn.opts)
         for opt in learn.opts:
-            if opt not in self._heard:  # a callback may have put it there since the last epoch
+            if opt not in self._heard:  # a callback may have added it since the last epoch
                 self._heard.append(opt)
-                # The passes are those that there are when it is called.
+                # `step.passes` is looked up when the hook runs, because it may be replaced.
                 own = (lambda _, *given: step.passes.before_optimizer(*given)) if self._own else None
                 self.cb.ends.callback(opt.register_step_pre_hook(own or step.note_optimizer_step).remove)
         beside = optim.parameters_beside(learn.model, learn.loss_func, learn.opts)
@@ -92,10 +93,10 @@ class Averager:
         step.start()
 
     def _prepare(self, named: dict[str, nn.Parameter]) -> None:
-        """Get ready to train a model; every rank must reach this.
+        """Prepare the training of a model; every rank must reach this.
 
         Args:
-            named: all parameters by name: the model's, and those that are trained with it.
+            named: all parameters by name: the model's, and those trained beside it.
         """
         step, learn, cb = self.step, self.learn, self.cb
         model = self.model = learn.model
@@ -121,13 +122,13 @@ class Averager:
         self._take(Deferred(step, self._own == "_backward", self._settle))
 
     def _watches(self) -> bool:
-        """Tell whether something may make backward passes after that of the loss."""
+        """Tell whether the learner or a callback may run backward passes after that of the loss."""
         heard = [heard for event in _LATER for heard in self.learn._dispatch.table[event]]
         return bool(self._own) or any(not (is_ours(hook) or other.rank0_only) for other, hook, *_ in heard)
 
     def _take_shards(self, named: dict[str, nn.Parameter]) -> None:
-        """Train on shards of the model, which are made if it is whole; every rank must reach this."""
-        # Imported here, as torch's part of it takes half a second to import.
+        """Train on shards of the model, and divide the model if it is whole; every rank must reach this."""
+        # The import is here because torch's part of it takes half a second.
         from learnerkit.parallel.sharded_step import Sharded
 
         step, learn = self.step, self.learn
@@ -144,7 +145,7 @@ class Averager:
         """Return whether the loss may leave parameters out; `None`: no rank had data. Every rank must reach this.
 
         Args:
-            unused: those that this rank's first batch leaves out; `None`: it has no data.
+            unused: the parameters that this rank's first batch leaves out; `None` if the rank has no data.
         """
         mine = None if unused is None else (unused, buffer_marks(self.learn.model, self.learn.loss_func))
         everyone = [found for found in distributed.all_gather(mine) if found is not None]
@@ -155,7 +156,7 @@ class Averager:
         left_out, given = dict.fromkeys(chain(*names)), self.cb.find_unused_parameters
         self._check_used(left_out)
         of_model = dict(self.learn.model.named_parameters())
-        if not given and left_out.keys() & of_model:  # those beside the model may be for a callback's own loss
+        if not given and left_out.keys() & of_model:  # a callback's own loss may use those beside the model
             self._tell_unused(left_out)
         return bool(left_out or given)
 
@@ -180,10 +181,10 @@ class Averager:
         self.cb.tell_once(f"find_unused_parameters=True was chosen: the loss does not depend on {first_few(unused)}")
 
     def _settle(self, first: tuple[list[str], list[str]] | None) -> bool:
-        """Choose how gradients are averaged, by the first batch of all ranks; every rank must reach this.
+        """Choose how gradients are averaged from the first batch of all ranks; every rank must reach this.
 
         Args:
-            first: what this rank's has shown, as `Deferred` tells it.
+            first: the facts about this rank's first batch, as `Deferred` passes them.
 
         Returns:
             Whether any rank had data.
@@ -212,7 +213,7 @@ class Averager:
                 " (errors.html#unused-parameters)"
             )
         of_model = dict(learn.model.named_parameters())
-        if not given and unused.keys() & of_model:  # those beside the model may be for a callback's own loss
+        if not given and unused.keys() & of_model:  # a callback's own loss may use those beside the model
             self._tell_unused(unused)
         if engine or not against:
             self._take(Overlapped(self.step, self.cb.comm_hook, self.cb.ddp_kwargs, self._give_up))
@@ -221,7 +222,7 @@ class Averager:
         return True
 
     def _tell_silent(self, way: "Sharded") -> None:
-        """Tell of shards to which no backward pass of the learner's own has given a gradient in the fit."""
+        """Warn about shards that got no gradient in the fit from the learner's own backward passes."""
         if way.silent and self.learn.train_iter:
             self.cb.tell_once(
                 f"no backward pass of {type(self.learn).__name__} gave a gradient to {first_few(sorted(way.silent))}. "
@@ -231,7 +232,7 @@ class Averager:
             )
 
     def _check_foreign(self) -> None:
-        """Refuse parameters of an optimizer that this package does not know, if they get gradients of the loss."""
+        """Refuse parameters that get gradients of the loss and belong to an optimizer that is not in `learn.opts`."""
         known = set(self.step.named.values())
         for owner in (self.learn, *self.learn.cbs):
             for name, opt in vars(owner).items():
@@ -246,7 +247,7 @@ class Averager:
                     )
 
     def _take(self, way: StepGradient) -> StepGradient:
-        """Average gradients in another way from the next backward pass on; every rank must reach this."""
+        """Average gradients in the given way from the next backward pass on; every rank must reach this."""
         if self.learn._gradient is not None:
             self.learn._gradient.detach()
         self.learn._gradient = way
@@ -254,7 +255,7 @@ class Averager:
         return way
 
     def _give_up(self) -> StepGradient:
-        """Average after the backward pass from here on, as parameters were frozen or unfrozen."""
+        """Average after the backward pass from here on, because parameters were frozen or unfrozen."""
         self._say_deferred("parameters were frozen or unfrozen during an epoch")
         return self._take(Deferred(self.step, own=False))
 

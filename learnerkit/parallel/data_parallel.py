@@ -1,4 +1,4 @@
-"""`nn.DataParallel` for as long as a fit lasts, with the loss computed where the predictions are."""
+"""The `nn.DataParallel` of a fit, with the loss computed where the predictions are."""
 
 import copy
 import inspect
@@ -34,23 +34,23 @@ class DataParallelCallback(Callback):
 
     `ParallelCallback` is another name of it.
 
-    With fewer than two GPUs it says so once and leaves the model on the device there is.
+    With fewer than two GPUs it says so once and leaves the model on its device.
 
-    In training each replica computes the loss of its own part, and the exact mean (or sum) over the batch is made of
-    those numbers. Predictions then stay where they are, and `learn.pred` and `learn.output` are `None`, unless
+    In training each replica computes the loss of its own part, and the exact mean (or sum) over the batch is computed
+    from those losses. Predictions then stay on the replicas, and `learn.pred` and `learn.output` are `None`, unless
     something may read them: metrics on training batches, or a callback of your own with a hook for an event of the
     batch after `before_batch`. Validation and `get_preds` always gather them.
 
-    The loss is computed from gathered predictions, on the first GPU, where it cannot be cut up: where a callback has a
-    hook for `after_pred` and so may change predictions or targets, in a Learner with a `_forward` or `_loss` of its
-    own, with targets that are not tensors of one entry per sample, with class weights of zero, where the loss asks for
+    The loss is computed from gathered predictions, on the first GPU, where it cannot be split: where a callback has a
+    hook for `after_pred` and so may change predictions or targets, in a Learner that overrides `_forward` or `_loss`,
+    with targets that are not tensors of one entry per sample, with class weights of zero, where the loss asks for
     attributes of the learner, and where it uses tensors that do not move with it (it is a bound method or an object, or
     it refers to a tensor or to a module with weights).
 
     Args:
         device_ids: the GPUs to use; by default all.
         loss_on_replicas: set it to False for a loss that is not a mean or sum of items (one that compares the samples
-            of a batch with each other, say), or that keeps a state of its own.
+            of a batch with each other, say), or that keeps its own state.
 
     Raises:
         ValueError: a GPU that is not there, or one twice; when a fit begins, a model that spans several devices, or a
@@ -63,7 +63,8 @@ class DataParallelCallback(Callback):
             raise ValueError(f"got device_ids={device_ids}; each GPU can be used once")
         self.device_ids, self.loss_on_replicas = device_ids, loss_on_replicas
         self._whole: Any = None
-        self._asked: tuple[tuple | None, bool] | None = None  # targets whose loss is taken; whether output is kept
+        # Targets for the loss on the replicas; whether the output is kept.
+        self._asked: tuple[tuple | None, bool] | None = None
 
     @property
     def name(self) -> str:
@@ -97,7 +98,7 @@ class DataParallelCallback(Callback):
         ids.sort(key=lambda i: i != (learn.dls.device.index or 0))
         self._whole, model = learn.model, unwrap(learn.model)
         own_seams = overrides(learn, "_forward", "_loss")
-        # What a loss asks for is there once, and not for each replica.
+        # The attributes that a loss asks for exist once, not for each replica.
         takes = self.loss_on_replicas and not (own_seams or weighting.asks) and can_replicate(learn.loss_func)
         self._loss_func = learn.loss_func if takes else None
         replicas = nn.DataParallel(_Replica(model, self._loss_func), device_ids=ids)
@@ -112,7 +113,7 @@ class DataParallelCallback(Callback):
                 vars(self.learn).pop(seam, None)
 
     def _call(self, replicas: nn.DataParallel, *args: Any, **kwargs: Any) -> Any:
-        """Call the model on all devices: for a batch of the loop as that asks, else for the output alone."""
+        """Call the model on all devices: for a batch of the loop as `_ask` has chosen, else for the output alone."""
         learn, (targets, keep) = self.learn, self._asked or (None, True)
         kind = learn.dls.device.type
         autocast = kind, torch.get_autocast_dtype(kind)
@@ -122,27 +123,27 @@ class DataParallelCallback(Callback):
             return output
         if counts is not None:
             shares = (counts / counts.sum()).to(losses.dtype)
-            losses = torch.where(shares > 0, losses, 0.0) * shares  # what counts nothing may be a NaN
+            losses = torch.where(shares > 0, losses, 0.0) * shares  # the loss of a part that counts nothing may be NaN
         if keep and learn.loss_func is None:
             entries = dict.fromkeys(weighting.entries, None if counts is None else counts.sum())
-            return _with(output, losses.sum(), entries)  # where `_loss` finds it, and a callback may change it before
+            return _with(output, losses.sum(), entries)  # a callback may change it before `_loss` reads it
         self._taken: Tensor | None = losses.sum()
         return output
 
-    # In the place of two seams of the Learner's loop
+    # Replacements of two methods of the Learner's loop
 
     def _forward(self) -> None:
         learn = self.learn
         self._taken = None
         try:
-            if isinstance(learn.model, nn.DataParallel):  # else a callback has put another model there
+            if isinstance(learn.model, nn.DataParallel):  # otherwise a callback has replaced the model
                 self._ask()
             type(learn)._forward(learn)
         finally:
             self._asked = None
 
     def _ask(self) -> None:
-        """Say what the replicas are to make of the batch: the loss where they can, the output where it is read."""
+        """Choose what the replicas compute for the batch: the loss if they can, the output if something reads it."""
         learn = self.learn
         if any(t.ndim and len(t) != learn.batch_size for t in tensors_in(learn.xb)):
             raise ValueError(
@@ -155,8 +156,8 @@ class DataParallelCallback(Callback):
             learn.loss_func is None
             or (
                 learn.training
-                and learn.loss_func is self._loss_func  # a callback may have put another one there
-                and Event.after_pred not in read  # where it may change predictions or targets
+                and learn.loss_func is self._loss_func  # a callback may have replaced it
+                and Event.after_pred not in read  # such a callback may change predictions or targets
                 and learn.yb
                 and all(isinstance(y, Tensor) and y.shape[:1] == (learn.batch_size,) for y in learn.yb)
             )
@@ -181,13 +182,14 @@ class _Replica(nn.Module):
     def __init__(self, model: nn.Module, loss_func: Any) -> None:
         super().__init__()
         self.model = model
-        self.loss_func: Any = unwrap(loss_func)  # a compiled module's replicas would call the compiled original
+        self.loss_func: Any = unwrap(loss_func)  # replicas of a compiled module would call the compiled original
 
     def forward(
         self, args: tuple, kwargs: dict, targets: tuple | None, keep: bool, weighting: LossWeight, autocast: tuple
     ) -> tuple[Tensor | None, Tensor | None, Any]:
-        """(loss, what it counts, output): the first two of shape (1,), and `None` for what is not needed."""
-        torch.set_autocast_dtype(*autocast)  # DataParallel's threads start with the default, not with the caller's
+        """Return the loss and its count, both of shape (1,), and the output; `None` stands for what is not needed."""
+        # DataParallel's threads start with the default dtype, not with the caller's.
+        torch.set_autocast_dtype(*autocast)
         output = self.model(*args, **weighting.passed(targets or ()) | kwargs)
         if targets is None:
             return None, None, output
@@ -201,18 +203,18 @@ class _Replica(nn.Module):
         counts = None
         if not weighting.sums:
             count = weighting.count(targets, rows_of((args, kwargs)), pred, output)
-            # A product, because to copy a number to the device would make the host wait.
+            # A product is used because copying a number to the device would make the host wait.
             counts = loss.new_ones(1, dtype=torch.float64) * count
         if own and keep:
-            # Numbers of a part of the batch are of no use: DataParallel would make vectors of them.
+            # Entries of a part of the batch are useless: DataParallel would concatenate them into vectors.
             output = _with({} if loss_parts(output, entries) else output, None, dict.fromkeys(entries))
         return loss.reshape(1), counts, output if keep else None
 
     def _loss(self, pred: Any, targets: tuple) -> Any:
-        pred = map_batch(in_float32, pred)  # as MixedPrecision has them
+        pred = map_batch(in_float32, pred)  # as MixedPrecision converts them
         check_shapes(self.loss_func, pred, targets)
         loss_func = self.loss_func
-        if isinstance(loss_func, partial):  # whose tensors do not move with the module
+        if isinstance(loss_func, partial):  # its tensors do not move with the module
             args, keywords = to_device((loss_func.args, loss_func.keywords), targets[0].device)
             loss_func = partial(loss_func.func, *args, **keywords)
         try:
@@ -226,13 +228,13 @@ class _Replica(nn.Module):
 
 
 _SPECIAL = ("__len__", "__getitem__", "__setitem__", "__iter__", "__contains__", "__bool__")
-"""Methods that Python looks for in the class; a wrapper has those that the module inside has."""
+"""Methods that Python looks up on the class; the wrapper gets those that the wrapped module has."""
 
 
 def look_through(module: nn.Module, call: Callable[..., Any], device_ids: list[int]) -> Any:
-    """Return a `DataParallel` whose calls are those of `call`, and which in all else is the module inside.
+    """Return a `DataParallel` that is called through `call` and otherwise behaves like the wrapped module.
 
-    So callbacks see the model that they see on one device. A method that returns the module returns the wrapper.
+    Callbacks so see the same model as on one device. A method that returns the module returns the wrapper.
     """
     own = {"module": module, "device_ids": device_ids, "__deepcopy__": partial(copy.deepcopy, module)}
 
@@ -253,7 +255,7 @@ def look_through(module: nn.Module, call: Callable[..., Any], device_ids: list[i
         "__getattribute__": get, "__getattr__": get, "__setattr__": module.__setattr__,
         "__delattr__": module.__delattr__, "__call__": staticmethod(call),
     }  # fmt: skip
-    return object.__new__(type("DataParallel", (nn.DataParallel,), special))  # without attributes of its own
+    return object.__new__(type("DataParallel", (nn.DataParallel,), special))  # it needs no attributes
 
 
 def can_split(device: torch.device, ids: list[int]) -> bool:
@@ -264,8 +266,8 @@ def can_split(device: torch.device, ids: list[int]) -> bool:
 def can_replicate(loss_func: Any) -> bool:
     """Tell whether a loss can be computed on parts of a batch, each on its own device.
 
-    A module moves whole, and so do the arguments of a partial; what else a loss refers to stays where it is. A part in
-    which all class weights are zero has the mean of nothing, whose gradient is NaN.
+    A module moves with its tensors, and so do the arguments of a partial; other tensors that a loss refers to stay
+    where they are. A part whose class weights are all zero has an empty mean, whose gradient is NaN.
     """
     inner = unwrap_partial(loss_func)
     if isinstance(loss_func, nn.Module):
@@ -281,7 +283,7 @@ def can_replicate(loss_func: Any) -> bool:
 
 
 def _with(output: Any, loss: Tensor | None, entries: dict[str, Any]) -> Any:
-    """A model's output with another loss, and other entries by name, which an object gets as a dict."""
+    """Return a model's output with another loss and other entries by name; an object becomes a dict with them."""
     if output is None or isinstance(output, Tensor):
         return loss
     named = {"loss": loss, **entries}
@@ -293,4 +295,4 @@ def _with(output: Any, loss: Tensor | None, entries: dict[str, Any]) -> Any:
     if isinstance(output, MutableMapping):
         output.update(named)
         return output
-    return vars(output) | named  # of an object without entries, which DataParallel cannot gather
+    return vars(output) | named  # an object without entries cannot be gathered by DataParallel

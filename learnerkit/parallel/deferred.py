@@ -1,4 +1,4 @@
-"""A step whose gradients are averaged after its backward passes: its first batch, and what DDP cannot average."""
+"""The averaging after the backward passes, for the first batch and for gradients that DDP cannot average."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 class Deferred:
-    """Averages the gradients after the backward passes, whichever there are.
+    """Averages the gradients after the backward passes, however many the learner runs.
 
     Args:
-        step: of the ranks.
-        own: the learner's `_backward` is its own. It may make any number of passes, of losses that nobody else sees, so
-            its gradients are weighed rather than its loss, and averaged at the end of each pass.
-        settle: called once, by every rank, with what its first batch has shown: the names of the parameters to which
+        step: the step that the ranks take together.
+        own: the learner overrides `_backward`. It may run any number of passes, of losses that only it knows, so its
+            gradients are weighed rather than its loss, and averaged at the end of each pass.
+        settle: called once, by every rank, with the facts about its first batch: the names of the parameters to which
             the backward pass gave no gradient, and why DDP cannot average the gradients during the pass. `None` stands
             for a rank without data.
     """
@@ -31,7 +31,7 @@ class Deferred:
         self.step, self.mean, self.own, self._settle = step, step.mean, own, settle
 
     def backward(self) -> None:
-        """Compute the batch's gradients with their weight; a batch that counts nothing has none."""
+        """Compute the gradients of the weighted loss; a batch that counts nothing has none."""
         step, learn = self.step, self.step.learn
         loss = learn.loss_grad
         if step.is_changed():
@@ -42,7 +42,7 @@ class Deferred:
         else:
             something = step.weigh()
         heard = list(step.params.values()) if self._settle else []
-        pieces: list[Tensor] = []  # the parameters, each as often as a piece of its gradient has come
+        pieces: list[Tensor] = []  # a parameter occurs once for each piece of its gradient
         hooks = [p.register_post_accumulate_grad_hook(pieces.append) for p in heard]
         try:
             if self.own or something:
@@ -51,7 +51,7 @@ class Deferred:
             remove_hooks(hooks, heard)
         if self._settle is not None and self._settle(self._first(pieces) if something else None):
             self._settle = None
-        learn.loss_grad = loss  # without its weight, as on one process: a closure gives it to the optimizer
+        learn.loss_grad = loss  # an optimizer's closure returns the unweighted loss, as on one process
         step.reduced = True
         if learn.step_due:
             self._finish()
@@ -65,7 +65,7 @@ class Deferred:
         return [name for name, p in params.items() if p not in found], reasons
 
     def _finish(self) -> None:
-        """Average the gradients of a step that is due, but for those that are averaged already."""
+        """Average the gradients of a step that is due, except those that are already averaged."""
         step, factor = self.step, 1.0
         vector = distributed.reduce(step.vector(), "mean", among="gradients")
         if self.own:
@@ -76,4 +76,4 @@ class Deferred:
         step.complete(vector)
 
     def detach(self) -> None:
-        """Leave the parameters as they are."""
+        """Do nothing: the parameters have no hooks of this object."""

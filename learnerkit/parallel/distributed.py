@@ -1,4 +1,4 @@
-"""DistributedDataParallel for as long as a fit lasts: what it compares, wraps and shares out, and puts back."""
+"""The callback that trains a fit on several ranks: it compares them, shares out the data, and restores the learner."""
 
 import os
 import socket
@@ -38,58 +38,58 @@ class DistributedCallback(Callback):
     """Trains with one process per device: each rank reads its share of every global batch, gradients are averaged.
 
     The gradient of a step is the exact mean over the samples of all ranks (or over what `loss_weight` counts), also
-    where they have different numbers of them. Validation and prediction read each sample once, on the plain module.
-    What one rank leaves for (a cancel, Ctrl-C, an error), all leave for.
+    where the ranks have different numbers of samples. Validation and prediction read each sample once, on the plain
+    module. When one rank leaves the loop (by a cancel, Ctrl-C or an error), all ranks leave it.
 
-    Gradients are averaged by DDP during the backward pass where it can, else after it, which a line says: where the
-    learner has a `_backward` or `_step` of its own, or the first batch leaves parameters without a gradient, or gives
-    them sparse gradients, or several. Nothing is wrapped around the model.
+    DDP averages gradients during the backward pass where it can. Otherwise they are averaged after it, and a line says
+    so: where the learner overrides `_backward` or `_step`, or where the first batch leaves parameters without a
+    gradient, or gives them sparse gradients, or several. The model itself is not wrapped.
 
-    Buffers, BatchNorm's statistics among them, are rank 0's: they are sent before each step (not with
+    Rank 0's buffers, BatchNorm's statistics among them, are sent to all ranks before each step (not with
     broadcast_buffers=False), and once more before validation and at the end of training.
 
-    A model that spans several devices, as by transformers' `device_map`, is trained by processes that have devices of
-    their own each. It must be whole on each of them: what is divided among processes is not DDP's work.
+    A model that spans several devices, as with transformers' `device_map`, is trained by processes that each have their
+    own devices. Each process must have the whole model: DDP does not handle a model divided among processes.
 
     On one process it does nothing.
 
     Args:
-        sync_bn: let BatchNorm see the global batch; False: that of its own rank. By default it does wherever torch can,
-            which is not on the CPU; True warns there.
+        sync_bn: let BatchNorm see the global batch; False lets it see its own rank's batch. By default it sees the
+            global batch wherever torch can do that, which is not on the CPU; True warns there.
         split_batches: cut each batch of the loader into one piece per rank, so that the numbers are those of one
             process; by default every rank takes whole batches, and the global batch is that much larger.
-        find_unused_parameters: True for losses that leave parameters out in some batches, but not in the first of a
-            fit: gradients are averaged after the backward pass rather than during it, whichever there are. `None` goes
-            by the first batch; False refuses parameters that take no part in it.
-        timeout: seconds (or a timedelta) without anything moving after which a rank that waits for others ends the
-            run and says where each of them is; default 5 minutes, or what the launcher's `--timeout` says.
-        wrap: names of the networks that are trained; none may be forgotten.
+        find_unused_parameters: True for losses that leave parameters out in some batches, but not in the first one of a
+            fit: all gradients are averaged after the backward pass rather than during it. `None` decides by the first
+            batch; False refuses parameters that take no part in it.
+        timeout: seconds (or a timedelta) without progress after which a rank that waits for others ends the run and
+            says where each rank is; default 5 minutes, or the launcher's `--timeout`.
+        wrap: names of the sub-modules that are trained; every trainable parameter must be in one of them.
         sharded: the dataset of an iterable loader gives each rank its own part by itself.
-        uneven: where iterable datasets end at different steps: 'stop' all with the first, and warn; or 'join': the
-            ranks that have ended take the others' steps along without data.
+        uneven: where the ranks' iterable datasets end at different steps: 'stop' stops all ranks with the first that
+            ends, and warns; 'join' lets ranks without data take part in the others' steps.
         comm_hook: compress the gradients on their way: 'bf16', 'fp16' or 'powersgd'. The numbers are then no longer
             those of one process. Only for gradients that DDP averages.
         shard: divide the parameters, gradients and optimizer state of the model among the ranks while it trains, by
             FSDP2. True chooses its units, the parts that are gathered for their forward and backward passes, by its
             structure; or they are named: names in the model, patterns of names, or classes.
         reshard_after_forward: free a unit after its forward pass, and gather it again for its backward pass; False
-            keeps it, which takes memory and spares time.
-        offload: with `shard` keep each rank's rows, their gradients and the optimizer's state on the host, where the
-            optimizer then steps; an accelerator has the units alone that it computes with.
-        sync: with `shard` and GradientAccumulation reduce the gradients of each batch; False reduces those of the whole
-            step at once, which spares time and needs memory for the gradients of the whole model. The numbers are the
-            same.
+            keeps it gathered, which takes memory and saves time.
+        offload: with `shard`, keep each rank's rows, their gradients and the optimizer's state on the host, where the
+            optimizer then steps; the accelerator holds only the units that are in use.
+        sync: with `shard` and GradientAccumulation, reduce the gradients of each batch; False reduces those of the
+            whole step at once, which saves time and needs memory for the gradients of the whole model. The results are
+            the same.
         ddp_kwargs: further arguments of `DistributedDataParallel`.
 
     Attributes:
-        ends: what is put back at the end of a run.
+        ends: the functions that undo the changes at the end of a run.
 
     Raises:
-        TypeError, ValueError: an argument that is unknown, or has no such value.
+        TypeError, ValueError: an argument that is unknown, or has an unsupported value.
     """
 
     order = 11
-    run_valid = False  # at the events of batches, whose hooks it has for as long as a fit lasts
+    run_valid = False  # the hooks for events of batches belong to callbacks that are added for the fit
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class DistributedCallback(Callback):
                 known = [*allowed, *signature(DistributedCallback).parameters]
                 near = f": {OWN_DEVICE}" if name == "cuda_id" else did_you_mean(name, known)
                 raise TypeError(f"got the argument {name!r}, which neither DistributedCallback nor DDP takes{near}")
-        # DDP holds the parameters alone, so these two of its options are for what sends the buffers.
+        # DDP holds only the parameters, so these two of its options decide whether this package sends the buffers.
         sends = [ddp_kwargs.pop(name, None) for name in ("broadcast_buffers", "forward_sync_buffers")]
         self.sends_buffers = False not in sends
         self.ddp_kwargs = ddp_kwargs
@@ -141,11 +141,11 @@ class DistributedCallback(Callback):
                 raise ValueError(f"{name} is for sharded models: give shard=True, or leave it out")
         self._told = set[str]()
         self._loaders: dict[tuple, tuple[Any, RankLoader]] = {}
-        self._averager: Averager | None = None  # of a fit that trains
+        self._averager: Averager | None = None  # the averager of a fit that trains
         self.ends = ExitStack()
 
     def tell_once(self, message: str, by: Callable[[str], object] = warn) -> None:
-        """Say something on rank 0, once for this learner; of another one the same may be true."""
+        """Say something on rank 0, once for this callback; another callback may say the same."""
         if distributed.is_main() and message not in self._told:
             self._told.add(message)
             by(message)
@@ -164,7 +164,7 @@ class DistributedCallback(Callback):
                     distributed.give_values([*learn.model.parameters(), *learn.model.buffers()])
             else:
                 self._compare()
-                # This rank takes part in all batches of the fit, also in those that it leaves.
+                # This rank takes part in all batches of the fit, including those that it leaves early.
                 step = RankStep(learn, agreement)
                 agreement.left_batch = LeftBatch(step)
                 self._averager = Averager(self, step)
@@ -188,13 +188,15 @@ class DistributedCallback(Callback):
         check_devices(distributed.all_gather((socket.gethostname(), list(map(str, spanned_devices(learn.model))))))
         everyone = distributed.all_gather(facts)
         for name in dict.fromkeys(name for other in everyone for name in other):
-            found = {r: other[name] for r, other in enumerate(everyone) if name in other}  # a callback may be on some
+            # Some ranks may lack a callback.
+            found = {r: other[name] for r, other in enumerate(everyone) if name in other}
             if len(set(map(repr, found.values()))) > 1:
                 by_rank = ", ".join(f"rank {r}: {value}" for r, value in found.items())
                 raise ValueError(
                     f"fit differs between ranks in its {name} ({by_rank}); every rank must make the same call"
                 )
-        states = [opt.state_dict() for opt in learn.opts if learn.shards is None]  # of shards each rank has its own
+        # Each rank has its own state of shards.
+        states = [opt.state_dict() for opt in learn.opts if learn.shards is None]
         if not distributed.same_everywhere((map_batch(describe, states), digests(tensors_in(states)))):
             for opt, state in zip(learn.opts if states else (), distributed.broadcast(on_host(states)), strict=True):
                 optim.load_state(opt, state)
@@ -202,7 +204,7 @@ class DistributedCallback(Callback):
             position.order = distributed.broadcast(position.order)
 
     def take_model(self) -> None:
-        """Bring a model in order that a failed run has left divided, and divide one that is too large to be whole.
+        """Repair a model that a failed run has left divided, and divide one that is too large to be whole.
 
         Every rank must reach this.
         """
@@ -226,7 +228,7 @@ class DistributedCallback(Callback):
 
     def divide(self) -> "Shards":
         """Divide the model among the ranks, if it is whole; every rank must reach this."""
-        # Imported here, as torch's part of it takes half a second to import.
+        # The import is here because torch's part of it takes half a second.
         from learnerkit.parallel.sharded import Shards
 
         learn = self.learn
@@ -237,7 +239,7 @@ class DistributedCallback(Callback):
             found = units(model, self.shard)
             if mapped is not None:
                 check_values(model)
-                for part in (*found.values(), model):  # all of it would be too much to compare at once
+                for part in (*found.values(), model):  # comparing the whole model at once would take too much memory
                     distributed.give_values([*part.parameters()])
                     mapped.release()
                 distributed.give_values([*model.buffers()])
@@ -246,7 +248,7 @@ class DistributedCallback(Callback):
                 stays=mapped is not None,
             )  # fmt: skip
             learn.mapped = None
-            if learn.task in (None, "fit"):  # not in each of the steps that are tried out
+            if learn.task in (None, "fit"):  # otherwise each step that is tried out would say so
                 self.tell_once(learn.shards.text(found), by=learn.say)
         return learn.shards
 
@@ -257,8 +259,8 @@ class DistributedCallback(Callback):
         self._averager = None
         self._loaders.clear()
 
-    # Training, and evaluation without collectives in the forward pass, also in the middle of training; the run itself
-    # puts back the loader that it reads
+    # Training and evaluation: an evaluation has no collectives in the forward pass, and may take place in the middle of
+    # training; the run itself restores its loader.
 
     def before_train(self) -> None:
         if self._averager is not None:
@@ -275,29 +277,30 @@ class DistributedCallback(Callback):
             self.learn.shards.end_votes()
 
     def _send_buffers(self) -> None:
-        """Give every rank rank 0's buffers; every rank must reach this."""
+        """Send rank 0's buffers to every rank; every rank must reach this."""
         if self._averager is not None:
             distributed.broadcast_into(list(self._averager.model.buffers()))
 
     after_train = _send_buffers
 
     def _share_out(self, step: RankStep | None) -> None:
-        """Put this rank's share of the learner's loader in its place.
+        """Replace the learner's loader by one that reads this rank's share.
 
         Args:
-            step: of the ranks, for training.
+            step: the step of the ranks in training; `None` in evaluation.
         """
         learn, dl, training = self.learn, self.learn.dl, step is not None
         dataset, key = getattr(dl, "dataset", None), (id(dl), training)
         iterable = isinstance(dataset, IterableDataset)
         position = learn._position if training else None
-        seed = since = None if position is None else position.data.states  # known, if a run goes on in mid-epoch
+        # The position is known if a run goes on in mid-epoch.
+        seed = since = None if position is None else position.data.states
         if seed is None and iterable:
-            seed = distributed.broadcast(states_at_start(dl))  # the order is the one that rank 0 would draw
+            seed = distributed.broadcast(states_at_start(dl))  # all ranks read in the order that rank 0 would draw
         if key in self._loaders:
             shared = self._loaders[key][1]
         else:
-            made = self.split_batches and getattr(dl, "batch_sampler", None) is None  # batches, which are cut
+            made = self.split_batches and getattr(dl, "batch_sampler", None) is None  # ready-made batches are cut
             n = None if made else loader_len(dataset)
             if training and n is not None and n < distributed.world_size():
                 self.tell_once(
@@ -310,8 +313,8 @@ class DistributedCallback(Callback):
                 least=2 if training and rank_norms(learn.model) else 1, seed=seed, sharded=self.dataset_is_sharded,
                 join=self.uneven == "join", rank_step=step, dims=learn.dls.batch_dim, count=learn.dls.count,
             )  # fmt: skip
-            if learn.dls.keeps(dl):  # else it is made for this reading alone
-                self._loaders[key] = dl, shared  # with the loader itself, so that its id stays its own
+            if learn.dls.keeps(dl):  # otherwise the loader is made for this reading alone
+                self._loaders[key] = dl, shared  # keeping the loader keeps its id unique
         shared.reseed(seed, since)
         if position is not None:
             position.data.states = seed
@@ -320,9 +323,9 @@ class DistributedCallback(Callback):
 
 
 class _MakeWhole(Callback):
-    """Makes a sharded model whole at the end of a fit: the part of `DistributedCallback` after which averages come."""
+    """Gathers a sharded model at the end of a fit: the part of `DistributedCallback` that runs after the averages."""
 
-    order = 16  # after EMA and SWA, whose averages are divided as the model is; before all that saves or loads files
+    order = 16  # after EMA and SWA, whose averages are sharded, too; before all that saves or loads files
     run_valid = False
 
     def after_fit(self) -> None:
@@ -332,19 +335,20 @@ class _MakeWhole(Callback):
 
 
 def member_of(cbs: Iterable[Callback]) -> DistributedCallback | None:
-    """Return the callback by which a learner is one of several ranks, if there is one."""
+    """Return the learner's `DistributedCallback`, if it has one."""
     return next((cb for cb in cbs if isinstance(cb, DistributedCallback)), None)
 
 
 def will_shard(learn: "Learner") -> bool:
-    """Tell whether the model of a learner is divided among several ranks when it trains next."""
+    """Tell whether the model of a learner will be divided among several ranks when it trains next."""
     member = member_of(learn.cbs)
     return member is not None and bool(member.shard) and distributed.world_size() > 1
 
 
 def warn_outside_context(learn: "Learner") -> None:
-    """Warn, once, that several processes are about to train the same thing, each for itself."""
-    if distributed.world_size() > 1 and not member_of(learn.cbs) and learn.shards is None:  # else it is refused
+    """Warn once that several processes are about to train the same model independently."""
+    # Divided models are refused elsewhere.
+    if distributed.world_size() > 1 and not member_of(learn.cbs) and learn.shards is None:
         distributed.warn_once(
             f"{distributed.world_size()} processes each train a whole copy of the model on all the data; "
             "to train one together write `with learn.distrib_ctx(): learn.fit(...)`"
@@ -352,7 +356,7 @@ def warn_outside_context(learn: "Learner") -> None:
 
 
 def agreement_for(learn: "Learner", what: str) -> AbstractContextManager:
-    """Return an `Agreement`'s run of the call `what`, where it is one of several ranks and not inside another run."""
+    """Return the context of an `Agreement` for the call `what`; a null context on one process or inside a run."""
     member = member_of(learn.cbs)
     if member is None or distributed.world_size() == 1 or learn._agreement is not None:
         return nullcontext()
@@ -367,16 +371,16 @@ def _together(learn: "Learner", member: DistributedCallback, what: str) -> Itera
 
 
 def dispatch(learn: "Learner", fitting: bool) -> Dispatch:
-    """The dispatch of a run."""
+    """Return the dispatch of a run."""
     if learn._agreement is None:
         return Dispatch(learn.cbs, fitting)
     return RankDispatch(learn.cbs, fitting, learn._agreement)
 
 
 def _settings(cbs: Iterable[Callback]) -> dict[str, str]:
-    """The plain arguments of the library's callbacks that run on every rank: many say when ranks communicate.
+    """Return the plain arguments of the library's callbacks that run on every rank: many decide when ranks communicate.
 
-    A callback that is derived from one of these has those of its base. The user's own may differ by rank.
+    A user's subclass is listed with the arguments of its base; the user's own arguments may differ by rank.
     """
     found: dict[str, str] = {}
     for cb in cbs:

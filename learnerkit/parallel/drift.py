@@ -1,4 +1,4 @@
-"""A check that all ranks hold the same state, bit by bit, which names what differs and on which ranks."""
+"""A check that all ranks hold the same state, bit by bit, which names the differences and their ranks."""
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
@@ -54,7 +54,7 @@ class DriftCheck(Callback):
         if learn.n_ranks == 1:
             return
         table = state_table(learn)
-        # Without an order, which a dict of optimizer state may owe to where it was loaded from.
+        # Sorted, because the order of an optimizer's state dict depends on where it was loaded from.
         if distributed.same_everywhere(sorted(table.items())):
             return
         if apart := describe_drift(distributed.all_gather(table)):

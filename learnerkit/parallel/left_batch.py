@@ -1,4 +1,4 @@
-"""A batch of which this rank has no data, or that it has left: with weight 0 it joins what the others wait for."""
+"""A batch for which a rank has no data, or which it has left: with weight 0, it joins the others' collectives."""
 
 from contextlib import suppress
 from typing import cast
@@ -18,12 +18,12 @@ from learnerkit.utils import overrides
 
 
 class LeftBatch(Callback):
-    """Takes part for this rank in the collectives of a batch that it does not finish by itself.
+    """Joins, with weight 0, the collectives of a batch for which this rank has no data, or which it has left.
 
-    It is the part of `DistributedCallback` that runs at each training batch, for as long as a fit lasts.
-
-    Args:
-        step: of the ranks.
+        It is the part of `DistributedCallback` that runs at each training batch, for as long as a fit lasts.
+    The part of `DistributedCallback` that runs at each training batch while a fit lasts.
+        Args:
+            step: of the ranks.
     """
 
     order = 11
@@ -32,26 +32,27 @@ class LeftBatch(Callback):
     def __init__(self, step: RankStep) -> None:
         super().__init__()
         self.step = step
-        # An attribute rather than a method, so that a batch passes one file less on its way.
+        # An attribute rather than a method spares each batch a call.
         self.before_batch = step.before_batch
-        if overrides(step.learn, "_step"):  # which may step without the optimizer's `step`
+        if overrides(step.learn, "_step"):  # the learner may step without the optimizer's `step`
             self.after_step = step.note_optimizer_step
 
     def __repr__(self) -> str:
         return "DistributedCallback"
 
     def begin(self) -> None:
-        """Begin a batch without data, on which the model runs as on any other.
+        """Begin a batch for which this rank has no data.
 
-        A learner with a `_backward` of its own, which may make anything of it, gets a real sample, which weighs
-        nothing, and so does a model that cannot run on nothing. A model that asks the ranks would count it.
+        The model runs on an empty batch. It runs on a real sample of weight 0 if it is sharded or fails on an empty
+        batch, or if the learner overrides `_backward`. A model whose collectives would count the sample always gets the
+        empty batch.
         """
         learn = self.learn
         learn.batch_size = 0
         if asks_ranks(learn.model):
             return
         if overrides(learn, "_backward") or learn.shards is not None:
-            # Of a sharded model a pass that fails cannot be followed by another: other ranks gather the next unit.
+            # After a failed pass of a sharded model there cannot be another one: other ranks gather the next unit.
             self._take_sample()
         else:
             vars(learn)["_forward"] = self._forward
@@ -61,7 +62,7 @@ class LeftBatch(Callback):
         learn.batch, learn.xb, learn.yb = learn._unpack.split(learn.dl.sample)
 
     def _forward(self) -> None:
-        """Run the model on no samples, and if it cannot do that, on a real one."""
+        """Run the model on an empty batch; if it fails, run it on a real sample."""
         learn = self.learn
         del vars(learn)["_forward"]
         try:
@@ -73,24 +74,24 @@ class LeftBatch(Callback):
             learn._forward()
 
     def finish_batch(self) -> None:
-        """Do, with weight 0, what the other ranks wait for in this batch, if this rank has not done it."""
+        """Join, with weight 0, the collectives of this batch in which this rank has not taken part."""
         learn, step = self.learn, self.step
         self.finish_backward()
-        if learn.step_due and float(step.mean.counted):  # a host-device sync; only where a rank has left a batch
+        if learn.step_due and float(step.mean.counted):  # a host-device sync, only where a rank has left a batch
             self.step_unless_all_skip()
         if step.stepped and step.dispatch.resume("after_step"):
-            learn._zero_grad()  # as the others do
+            learn._zero_grad()  # the other ranks clear their gradients, too
 
     def finish_backward(self) -> None:
-        """Take part in the reduction of the gradients without data, if this rank has left its backward pass out."""
+        """Take part in the reduction of the gradients without data, if this rank has skipped its backward pass."""
         learn, step, dispatch = self.learn, self.step, self.step.dispatch
         if step.reduced:
             return
-        dispatch.resume("before_batch")  # schedules, for one: the step will be taken here, too
+        dispatch.resume("before_batch")  # schedules, for example, must run: the step is taken here, too
         vars(learn).pop("_forward", None)
         with pass_kept(learn):
             learn.batch_size = 0
-            if overrides(learn, "_backward"):  # whose passes, and the steps in it, this rank must make, too
+            if overrides(learn, "_backward"):  # the rank must make its passes, and the steps in them, too
                 learn._forward()
                 learn._loss()
             elif output_of(learn) is None and (learn.shards is not None or asks_ranks(learn.model)):
@@ -102,26 +103,28 @@ class LeftBatch(Callback):
                         " (errors.html#sharded)"
                     )
                 learn.xb = first_rows(learn.xb, 0, int(learn.shards is not None and not rank_norms(learn.model)))
-                with suppress(CancelException):  # that of a hook of the model, again
+                with suppress(CancelException):  # a hook of the model raises it again
                     learn._forward()
             cast(StepGradient, learn._gradient).backward()
-        if learn.step_due and not (step.kept or float(step.mean.counted)):  # no rank had data: as if it had not been
+        # No rank had data: the batch leaves no trace.
+        if learn.step_due and not (step.kept or float(step.mean.counted)):
             learn._zero_grad()
 
     def step_unless_all_skip(self) -> None:
-        """Take the optimizer step that this rank would have left out, unless all ranks leave it out."""
+        """Take the optimizer step that this rank would have skipped, unless all ranks skip it."""
         step, dispatch = self.step, self.step.dispatch
         if step.stepped is not None:
             return
         events = ["after_backward", "before_step"]
         if step.all_skip(STEP):
-            # Where all have cancelled the last batch of an accumulated step, the step is taken with the others.
+            # If all ranks have cancelled the last batch of an accumulated step, the step is taken from the other
+            # batches.
             if distributed.reduce(int(counts_something(step.count)), "max", among="votes"):
                 step.stepped = False
                 return
             del events[0]
         for event in events:
-            dispatch.resume(event)  # what clips here has clipped there
+            dispatch.resume(event)  # clipping, for example, must run as on the other ranks
         self.learn._step()
         step.note_optimizer_step()
 
@@ -129,7 +132,7 @@ class LeftBatch(Callback):
 
 
 class StandIn(Callback):
-    """Takes a rank's sample away once the step is over, so that nothing counts it after the batch."""
+    """Removes the stand-in sample of a rank without data after the step, so that nothing counts it."""
 
     order = -20
     run_valid = False
@@ -142,5 +145,5 @@ class StandIn(Callback):
 
 
 def asks_ranks(model: nn.Module) -> bool:
-    """Tell whether a model's forward pass has collectives of torch's, which run on nothing, too."""
+    """Tell whether a model's forward pass contains collectives of torch's, which run on an empty batch, too."""
     return any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())

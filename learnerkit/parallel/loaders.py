@@ -1,4 +1,4 @@
-"""The sampler swap: each rank reads its share of the batches that the user's own loader would give."""
+"""The loaders of the ranks: each rank reads its share of the batches of the user's own loader."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -26,31 +26,32 @@ if TYPE_CHECKING:
 
 
 class RankLoader(LoaderView):
-    """The loader of a rank, in the place of the user's, whose other attributes it has.
+    """A rank's loader, which replaces the user's and has its other attributes.
 
     Args:
-        loader: a copy of the user's, which draws from `indices`.
+        loader: a copy of the user's loader, which draws from `indices`.
         indices: the `SampleStream` of this rank's share.
         dims: where the samples of a batch are, as `DataLoaders.batch_dim`.
-        cut: takes this rank's piece of batches that are made already; `None`: they are this rank's alone.
+        cut: takes this rank's piece of ready-made batches; `None`: the batches are this rank's alone.
         rank_step: the step that ranks take together in training; `None` in evaluation.
 
     Attributes:
-        share: what the batch given out last is of the whole; without samples of its own, the batch is empty.
-        sample: where the batch is empty, the samples it was made of, for models that cannot run on nothing.
+        share: this rank's share of the last batch; without samples, the batch is empty.
+        sample: if the batch is empty, the samples from which it was made, for models that cannot run on an empty batch.
         step_size: samples of all ranks in a full step; `None` where the loader does not know it.
-        is_last: the loader has no length, and this is the last batch, on all ranks alike: it is empty, and there only
-            if a step of several batches is still to be taken.
-        usual_total: samples of all ranks in a step, roughly, where the shares do not tell.
-        source: what has the state of data that every rank reads alike.
-        stream: the states of the generators that the ranks read the `source` with, at the place.
-        alike: every rank reads all batches, of which each takes its part.
+        is_last: the loader has no length, and this is the last batch, on all ranks alike: an empty one, which exists
+            only if a step of several batches is still to be taken.
+        usual_total: the approximate number of samples of all ranks in a step, where the shares do not tell.
+        source: the object with the state of data that every rank reads alike.
+        stream: the states of the generators with which the ranks read the `source`, at the present position.
+        alike: every rank reads all batches and takes its part of each.
     """
 
     source: Any = None
     is_last = False
     usual_total: int | None = None
-    parts: tuple[int, int] | None = None  # of an iterable dataset: how many, and by how many workers each is read
+    # Of an iterable dataset: the number of parts, and the number of workers that read each.
+    parts: tuple[int, int] | None = None
     stream: Any = None
     alike = False
 
@@ -75,7 +76,7 @@ class RankLoader(LoaderView):
     def __iter__(self) -> Iterator:
         shares, self.is_last = None, False
         for batch in self.loader:
-            if shares is None:  # of this iteration; another one may run inside it
+            if shares is None:  # kept for this iteration; another one may run inside it
                 shares = self.indices.shares
             share = shares.popleft()
             if self.cut is not None:
@@ -92,21 +93,21 @@ class RankLoader(LoaderView):
 
     @property
     def per_step(self) -> int:
-        """The batches of the user's loader in a step of all ranks."""
+        """The number of batches of the user's loader in a step of all ranks."""
         return 1 if self.split else distributed.world_size()
 
     def reseed(self, seed: Any, since: tuple | None = None) -> None:
-        """Give the states of the global generators to data without an index; those with one have the epoch's seed.
+        """Set the states of the global generators for data without an index; data with one get the epoch's seed.
 
         Args:
             seed, since: as in `same_stream`.
         """
 
     def begin(self, skip: float, first: int, own: dict[str, Any], quiet: bool) -> int:
-        """Have the next epoch of data without an index begin at a place; those with one have a `SampleStream`.
+        """Let the next epoch of data without an index begin at a position; data with one have a `SampleStream`.
 
         Args:
-            skip: batches of the user's loader before it; infinite at the end of an epoch.
+            skip: the number of the user's batches before the position; infinite at the end of an epoch.
             first: the number of the first step.
             own: the `own_state` of a part of the data that is this rank's alone.
             quiet: as in `read_on`.
@@ -115,7 +116,7 @@ class RankLoader(LoaderView):
 
 
 def first_rows(batch: Any, dims: Dims, n: int) -> Any:
-    """Return the first `n` samples of a batch: with 0 one of the same shapes and types without a sample."""
+    """Return the first `n` samples of a batch; with `n=0` an empty batch of the same shapes and types."""
     return map_batch(lambda t: t[:n] if t.ndim else t, batch) if dims == 0 else cut_rows(batch, dims, 0, n)
 
 
@@ -125,31 +126,31 @@ _NOTHING = Share(0, 0, None)
 
 
 def collated_share(collate: Callable[[list], Any], rank: int, ranks: int, samples: list) -> Share:
-    """Join the samples of a batch, or this rank's part of them.
+    """Collate the samples of a batch, or this rank's part of them.
 
     Args:
         collate: the collate function of the loader.
-        rank, ranks: whose part of how many; with 1 the batch is not cut.
-        samples: of the batch.
+        rank, ranks: the part to take, and the number of parts; with 1 the batch is not cut.
+        samples: the samples of the batch.
     """
     mine = split_evenly(samples, ranks, 1)[rank]
-    # A real sample even where none counts, for its shapes.
+    # An empty part is collated from a real sample, for its shapes.
     return Share(0, len(mine), len(samples), collate(mine or samples[:1]))
 
 
 class RankStreamLoader(RankLoader):
-    """A `RankLoader` of an iterable dataset, of which nobody knows where it ends.
+    """A `RankLoader` of an iterable dataset, whose end is unknown.
 
-    In training a batch is read when its step begins, as on one process, since the model may make the data. Then the
-    ranks count those of them that have one, so that all end together. Unless the dataset is sharded, every rank reads
-    all batches, alike.
+    In training a batch is read when its step begins, as on one process, since the model may make the data. The ranks
+    then count those among them that have a batch, so that all end together. Unless the dataset is sharded, every rank
+    reads all batches, alike.
 
     Args:
         dl, name, split, dims, count: as in `rank_loader`.
         rank_step: as in `RankLoader`.
         sharded: the dataset gives each rank and worker its own part by itself.
-        join: go on, with empty batches, until the data of all ranks have ended, rather than of the first.
-        cut: takes a piece of batches that are made already.
+        join: go on, with empty batches, until the data of all ranks have ended, rather than those of the first rank.
+        cut: takes a piece of ready-made batches.
 
     Raises:
         ValueError: batches that cannot be cut into a piece for each rank.
@@ -172,7 +173,7 @@ class RankStreamLoader(RankLoader):
         replaced: dict[str, Any] = {} if sharded and has_state(dl) else dict(replaced_sampler(dl))
         self._finish: Callable[[Any], Any] = itself
         collate: Callable[[Any], Any] = dl.collate_fn
-        if not sharded and not dl.num_workers:  # what is not for this rank needs no joining
+        if not sharded and not dl.num_workers:  # samples of other ranks need not be collated
             self._finish, collate, replaced["pin_memory"] = partial(_joined, dl), itself, False
         if not made:
             collate = partial(collated_share, collate, *((distributed.rank(), ranks) if split else (0, 1)))
@@ -185,8 +186,8 @@ class RankStreamLoader(RankLoader):
         self._source = source_of(loader) if sharded and rank_step is not None else None
         known = not sharded and rank_step is not None and not dl.num_workers and has_state(dl.dataset)
         self.source = dl.dataset if known else None
-        self._ended = False  # whether this rank has no more data, while others have
-        self._left = False  # whether all have stopped before this rank's data ended
+        self._ended = False  # this rank has no more data, while others have
+        self._left = False  # all ranks have stopped before this rank's data ended
         self._seed: Any = None  # as in `same_stream`
         self._since: tuple | None = None
         self._own_generator = dl.generator
@@ -198,7 +199,7 @@ class RankStreamLoader(RankLoader):
         if not self.sharded:
             return {}
         source = None if self._source is None else self._source.state_dict()
-        # A short batch has come to the end of a dataset, whose state may already be that of the next epoch.
+        # The state of a dataset that has ended with a short batch may already be that of the next epoch.
         size = None if self.share is None or isinstance(self._source, DataLoader) else self.share.size
         short = size is not None and size * distributed.world_size() < (self.usual_total or 0)
         return {"source": source, "ended": self._ended or short, "left": self._left}
@@ -212,12 +213,12 @@ class RankStreamLoader(RankLoader):
                 "the dataset begins each epoch anew. uneven='join' uses all data"
                 " (errors.html#resume)"
             )
-        self.stream, self._skip = own.get("stream"), 0  # batches that are read and dropped
-        self._place: dict[str, Any] = {}  # for `read_on`
+        self.stream, self._skip = own.get("stream"), 0  # the number of batches to read and drop
+        self._place: dict[str, Any] = {}  # the arguments of `read_on`
         if skip == inf:
             self._place = {"skip": skip}
         elif state is not None:
-            # The generators that ranks read alike with draw nothing for workers.
+            # Data that all ranks read alike are read with their own generators, which draw nothing for workers.
             source, quiet = (self._source, quiet) if self.sharded else (self.source, True)
             self._place = {"source": source, "state": state, "at_end": not first, "quiet": quiet}
         else:
@@ -241,7 +242,7 @@ class RankStreamLoader(RankLoader):
 
     def _alone(self) -> Iterator:
         pieces = self._pieces()
-        first = next(pieces, _NOTHING)  # which is left out
+        first = next(pieces, _NOTHING)  # the first piece
         if self.sharded:
             self._compare(first.batch)
         for step, piece in enumerate(chain([first], pieces)):
@@ -249,15 +250,15 @@ class RankStreamLoader(RankLoader):
                 yield self._given(piece, step)
 
     def _pieces(self) -> Iterator[Share]:
-        "This rank's pieces of the steps, with their numbers of samples if the loader collates them."
+        """Yield this rank's pieces of the steps, with their numbers of samples if the loader collates them."""
         batches = islice(self._batches(), self._skip, None)
         ranks, mine = (1, 0) if self.sharded or self.split else (distributed.world_size(), distributed.rank())
-        # All batches of a step are read before it: the model may make them, and is another one after it.
+        # All batches of a step are read before it: the model may make them, and the step changes the model.
         for found in iter(lambda: list(islice(batches, ranks)), []):
             if self.loader.batch_sampler is None:
                 found = [Share(0, None, self._count and self._count(batch), batch) for batch in found]
             elif self.source is not None and found[-1].total < self.loader.batch_size:
-                deque(batches, 0)  # they have ended with a short one; so do the random numbers they are read with
+                deque(batches, 0)  # the data have ended; reading on moves the generators to where they are at the end
             totals = [piece.total for piece in found]
             total = None if self.sharded or None in totals else sum(totals)
             if mine >= len(found):
@@ -267,7 +268,7 @@ class RankStreamLoader(RankLoader):
                 yield Share(0, found[mine].size, total, batch) if self.cut is None else self.cut(batch)
 
     def _batches(self) -> Iterator:
-        "What the loader gives from the place on; if all ranks read it, with random numbers that are the same on each."
+        """Return the batches from the position on; where all ranks read them, with the same random numbers on each."""
         batches = read_on(self.loader, **self._place)
         if self.sharded or self.loader.num_workers or self._place.get("skip"):
             return batches
@@ -279,7 +280,7 @@ class RankStreamLoader(RankLoader):
             yield batch
 
     def _compare(self, first: Any) -> list[bool]:
-        "Tell for each rank whether it has data, and warn if some have the same; every rank must reach this."
+        """Return for each rank if it has data, and warn if some ranks have the same; every rank must reach this."""
         mine = None if first is None else digests(tensors_in(first)) if self.sharded else []
         everyone = distributed.all_gather(mine)
         alike = [rank for rank, found in enumerate(everyone) if found and everyone.count(found) > 1]
@@ -303,10 +304,10 @@ class RankStreamLoader(RankLoader):
         having = sum(self._compare(piece.batch))
         if not having:
             if self._first:
-                return  # the epoch had ended
+                return  # the epoch had already ended
             raise ValueError("the training loader gave no batches on any rank; its iterable dataset is empty")
         least = 1 if self.join else distributed.world_size()
-        if least <= having < distributed.world_size():  # those without data need to know what a batch looks like
+        if least <= having < distributed.world_size():  # ranks without data need the shapes of a batch
             found = distributed.all_gather(None if piece.batch is None else first_rows(piece.batch, self.dims, 1))
             self.sample = next(b for b in (piece.batch, *found) if b is not None)
         while having >= least:
@@ -320,7 +321,7 @@ class RankStreamLoader(RankLoader):
             yield self._given(Share(0, 0, 0), step)
         self.share, self._ended, self._left = None, False, piece.batch is not None
         if self.source is not None:
-            deque(pieces, 0)  # what is left of the last step, so that the next epoch begins alike on all ranks
+            deque(pieces, 0)  # the rest of the last step is read so that the next epoch begins alike on all ranks
         self._tell(step, piece.batch is not None)
 
     def _tell(self, step: int, has_more: bool) -> None:
@@ -334,7 +335,8 @@ class RankStreamLoader(RankLoader):
 
     def reseed(self, seed: int | tuple, since: tuple | None = None) -> None:
         self._seed, self._since = seed, since
-        if self.alike and self.loader.num_workers and self._own_generator is None:  # workers are seeded from it
+        # The loader seeds its workers from it.
+        if self.alike and self.loader.num_workers and self._own_generator is None:
             self.loader.generator = torch.Generator()
             if isinstance(seed, int):
                 self.loader.generator.manual_seed(seed)
@@ -352,16 +354,16 @@ def rank_loader(
     join: bool = False, rank_step: "RankStep | None" = None, dims: Dims = 0,
     count: Callable[[Any], int | None] | None = None,
 ) -> RankLoader:  # fmt: skip
-    """`dl` reading this rank's share: the user's samplers, collate, workers and pinning are kept.
+    """Return a loader of this rank's share of `dl`, with the user's samplers, collate function, workers and pinning.
 
     Args:
         dl: the user's loader, or a list of batches.
-        name: what to call it in errors.
+        name: the loader's name in errors.
         training, split, least: as in `SampleStream`.
-        seed: of an iterable dataset, as in `same_stream`; the same on every rank.
-        sharded, join: of iterable datasets, as in `RankStreamLoader`.
+        seed: for an iterable dataset, as in `same_stream`; the same on every rank.
+        sharded, join: for iterable datasets, as in `RankStreamLoader`.
         rank_step, dims: as in `RankLoader`.
-        count: the number of samples of a batch that is made already, where it is known.
+        count: returns the number of samples of a ready-made batch, where it is known.
 
     Raises:
         TypeError: a loader whose batches cannot be shared out.
@@ -369,9 +371,9 @@ def rank_loader(
     """
     sizes: Callable[[Any], int | None] | None = None
     if isinstance(dl, Sequence) and not isinstance(dl, str):
-        if count is not None and isinstance(dl, list | tuple):  # others may read a file for each batch
+        if count is not None and isinstance(dl, list | tuple):  # other sequences may read a file for each batch
             sizes = partial(_count_item, count, dl)
-        # With a generator, as torch's loader would draw from the global one.
+        # Without a generator here, torch's loader would draw from the global one.
         dl = DataLoader(dl, batch_size=None, collate_fn=itself, generator=torch.Generator())  # type: ignore[arg-type]
     if not isinstance(dl, DataLoader):
         library = library_of(type(dl))

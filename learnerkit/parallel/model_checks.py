@@ -1,4 +1,4 @@
-"""Checks of a model that several ranks are to train, and SyncBatchNorm in the place of its BatchNorms."""
+"""Checks of a model that several ranks are to train, and the exchange of its BatchNorms for SyncBatchNorm."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,20 +14,20 @@ if TYPE_CHECKING:
     from learnerkit.learner import Learner
 
 _NOT_ELEMENTWISE = {"LBFGS", "Adafactor", "Muon", "Shampoo", "SparseAdam", "Rprop", "LARS", "Lamb", "LAMB"}
-"""Optimizers whose step of an element depends on others, or has operations that shards have not."""
+"""Optimizers whose step of an element depends on others, or uses operations that shards do not support."""
 
 _WHOLE = {"ChannelsLast", "DataParallelCallback"}
 """Callbacks that need the whole model."""
 
 
 def check_parts(model: nn.Module, names: tuple[str, ...], beside: list[nn.Parameter]) -> None:
-    """Refuse names of sub-modules to wrap that are not there, or that leave trainable parameters out.
+    """Refuse names of sub-modules to wrap that do not exist, or that leave trainable parameters out.
 
     Args:
-        beside: parameters that are trained and not the model's.
+        beside: trained parameters that are not the model's.
 
     Raises:
-        ValueError: with the names that there are, or with what is left out.
+        ValueError: the message lists the existing names, or what is left out.
     """
     for name in names:
         if not isinstance(getattr(model, name, None), nn.Module):
@@ -48,10 +48,10 @@ def check_parts(model: nn.Module, names: tuple[str, ...], beside: list[nn.Parame
 
 
 def check_shardable(learn: "Learner") -> None:
-    """Refuse what cannot be trained on shards of a model.
+    """Refuse a learner whose optimizer, callbacks or model cannot work on shards.
 
     Raises:
-        ValueError: with what it is, and what to do.
+        ValueError: the message says what is refused, and what to do.
     """
     for opt in learn.opts:
         if kinds := _NOT_ELEMENTWISE & {kind.__name__ for kind in type(opt).__mro__}:
@@ -80,13 +80,13 @@ def check_shardable(learn: "Learner") -> None:
 
 
 def check_devices(placed: list[tuple[str, list[str]]]) -> None:
-    """Refuse models that span several devices of which two ranks use the same.
+    """Refuse models that span several devices if two ranks share one of these.
 
     Args:
-        placed: of each rank, its machine and the devices of its model, if that spans several.
+        placed: for each rank, its machine and the devices of its model, if that spans several.
 
     Raises:
-        ValueError: with the ranks and the device.
+        ValueError: the message names the ranks and the device.
     """
     users: dict[tuple[str, str], int] = {}
     for rank, (machine, devices) in enumerate(placed):
@@ -102,7 +102,7 @@ def check_devices(placed: list[tuple[str, list[str]]]) -> None:
 
 
 def buffer_marks(model: nn.Module, loss_func: Any) -> dict[str, int]:
-    """Return fingerprints of buffers by name, without those of BatchNorm. A host-device sync."""
+    """Return fingerprints of buffers by name, except those of BatchNorm. A host-device sync."""
     named = {
         whose + name: buffer
         for whose, root in (("", model), ("the loss's ", loss_func))
@@ -118,16 +118,16 @@ def buffer_marks(model: nn.Module, loss_func: Any) -> dict[str, int]:
 
 
 def rank_norms(model: nn.Module) -> dict[str, nn.Module]:
-    """Return by name the BatchNorms of a model that see the samples of their own rank alone."""
+    """Return by name the BatchNorms of a model that see only the samples of their own rank."""
     found = model.named_modules(remove_duplicate=False)
     return {name: m for name, m in found if isinstance(m, BatchNorm) and not isinstance(m, nn.SyncBatchNorm)}
 
 
 @contextmanager
 def synchronised(model: nn.Module) -> Iterator[None]:
-    """Put `SyncBatchNorm` in the place of each BatchNorm inside a model for a while; it shares the parameters."""
+    """Replace each BatchNorm inside a model by `SyncBatchNorm` within a context; it shares the parameters."""
     norms = rank_norms(model)
-    norms.pop("", None)  # a model that is nothing else has no place for another
+    norms.pop("", None)  # a model that is itself a BatchNorm cannot be replaced
     for name, norm in norms.items():
         model.set_submodule(name, nn.SyncBatchNorm.convert_sync_batchnorm(norm))
     yield

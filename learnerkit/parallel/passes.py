@@ -1,4 +1,4 @@
-"""Gradients that are averaged after a backward pass, whichever of them a rank has."""
+"""The averaging of gradients after a backward pass, where ranks may have gradients of different parameters."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -15,26 +15,26 @@ from learnerkit.torch_internals import call_after_backward, remove_hooks
 if TYPE_CHECKING:
     from learnerkit.parallel.rank_step import RankStep
 
-_NONE, _DENSE, _SPARSE = 0, 1, 2  # of the gradients that ranks give the greatest counts
+_NONE, _DENSE, _SPARSE = 0, 1, 2  # kinds of gradients; of the ranks' kinds the greatest is used
 
 
 class Passes:
-    """Averages, at its end, each backward pass that DDP does not: those of a `_backward`, a `_step` or a callback.
+    """Averages, at its end, each backward pass that DDP does not average: of a `_backward`, a `_step` or a callback.
 
-    What is averaged already stays what it is, since it is the same on all ranks, and their weights have a mean of 1.
-    The gradients of shards are left to FSDP.
+    Gradients that are averaged already stay unchanged when they are averaged again, since they are the same on all
+    ranks, whose weights have a mean of 1. The gradients of shards are left to FSDP.
 
     Args:
-        step: of the ranks, whose parameters these are.
-        watches: something may make such passes.
+        step: the step of the ranks, whose parameters these are.
+        watches: the learner or a callback may make such passes.
 
     Attributes:
-        averaged: the gradients that are averaged, by their parameters.
-        is_open: passes are averaged.
+        averaged: the averaged gradients, by their parameters.
+        is_open: passes are averaged now.
     """
 
     def __init__(self, step: "RankStep", watches: bool) -> None:
-        self.step = proxy(step)  # which holds this one: nothing of a run is left to garbage collection
+        self.step = proxy(step)  # the step holds this object: a proxy avoids a reference cycle
         self.watches, self.params = watches, [p for p in step.params.values() if not is_shard(p)]
         self.averaged: dict[Tensor, Tensor] = {}
         self.is_open = self._running = False
@@ -44,23 +44,24 @@ class Passes:
             self._hooks += [p.register_hook(self._weigh) for p in heard]
 
     def remove(self) -> None:
-        """Take the hooks off the parameters."""
+        """Remove the hooks from the parameters."""
         remove_hooks(self._hooks, self.params)
         self.close()
 
     def open_now(self) -> None:
-        """Average the passes from here on; the gradients that are there are averaged."""
+        """Average the backward passes from here on; the present gradients count as averaged."""
         self.is_open = True
         if self.step.reduced:
             self.averaged = {p: p.grad for p in self.params if p.grad is not None}
 
     def close(self) -> None:
-        """Leave the passes alone from here on."""
+        """Stop averaging backward passes."""
         self.is_open = self._running = False
         self.averaged.clear()
 
     def _weigh(self, grad: Tensor) -> Tensor | None:
-        # At once, and not when it is averaged: what there is of a step's sum already must keep its scale.
+        # The gradient is weighed at once, not when it is averaged: the earlier part of a step's sum must keep its
+        # scale.
         return grad * self.step.weight(1.0) if self.is_open else None
 
     def _note(self, p: Tensor) -> None:
@@ -82,11 +83,12 @@ class Passes:
         self.average(1.0 if self.step.mean.sums else self.weight())
 
     def before_optimizer(self, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        """Average what has been put into `p.grad`, and let a closure return the loss of all ranks.
+        """Average the gradients in `p.grad`, and let a closure return the loss of all ranks.
 
-        It is a hook of the `step` of the optimizers of a learner that overrides `_backward` or `_step`.
+        This is a hook of the `step` of the optimizers of a learner that overrides `_backward` or `_step`.
         """
-        self.step.note_optimizer_step()  # first: a rank that has left asks if any has come here, and then comes, too
+        # This comes first: a rank that has left asks if any rank has come here, and then comes, too.
+        self.step.note_optimizer_step()
         if not self.is_open:
             return None
         if len(args) > 1 and callable(args[1]):
@@ -97,33 +99,34 @@ class Passes:
         return None
 
     def _together(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return a closure that returns the loss of all ranks, so that they all go on alike."""
+        """Return a closure that returns the loss of all ranks, so that they all continue alike."""
 
         def together() -> Any:
             loss = closure()
             if loss is None:
                 return None
             loss, weight = torch.as_tensor(loss), self.weight()
-            # A host-device sync; the optimizer looks at the loss, too. What weighs nothing may be a NaN.
+            # This is a host-device sync; the optimizer reads the loss, too. A loss of weight 0 may be NaN.
             return loss.new_tensor(distributed.reduce(loss.item() * weight if weight else 0.0, "mean"))
 
         return together
 
     @torch.no_grad()
     def average(self, factor: float, among: str = "") -> None:
-        """Put the mean over the ranks into the gradients that are not averaged; every rank must reach this.
+        """Replace the gradients that are not averaged by their mean over the ranks; every rank must reach this.
 
-        Each rank may have others. A parameter to which no rank gives a gradient keeps what it has. A host-device sync.
+        Ranks may have gradients of different parameters. A parameter without a gradient on any rank is left alone. A
+        host-device sync.
 
         Args:
-            factor: what this rank's gradients are multiplied by; 0: they count nothing, and are left out.
+            factor: the factor of this rank's gradients; with 0 they count nothing, and are left out.
             among: as in `distributed.reduce`.
         """
         kinds = []
         for p in self.params:
             grad = None if self.averaged.get(p) is p.grad else p.grad
             if grad is not None and not factor:
-                grad = p.grad = None  # it may be that of the mean of nothing, a NaN
+                grad = p.grad = None  # it may be the gradient of an empty mean, NaN
             kinds.append(_NONE if grad is None else _DENSE if grad.layout is torch.strided else _SPARSE)
         kinds = distributed.reduce(torch.tensor(kinds), "max", among).tolist()
         given = {p: kind for p, kind in zip(self.params, kinds, strict=True) if kind}

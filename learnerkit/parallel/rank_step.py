@@ -1,4 +1,4 @@
-"""An optimizer step that several ranks take together: what each counts, when all leave, and DDP during the pass."""
+"""An optimizer step that several ranks take together: its counts, its flags, and DDP's averaging during the pass."""
 
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, cast
@@ -21,34 +21,33 @@ if TYPE_CHECKING:
     from learnerkit.learner import Learner
 
 
-_SLOTS = 16  # of the vector: so many that the gradients after it in DDP's bucket stay aligned for vector instructions
+_SLOTS = 16  # the length of the vector keeps the gradients after it in DDP's bucket aligned for vector instructions
 
 
 class RankStep:
-    """The facts that ranks tell each other of a step, and the weights of their gradients.
+    """The counts and flags that ranks exchange in an optimizer step, and the weights of their gradients.
 
-    The loss of a rank is weighed before the backward pass by what the step is expected to count, so that a plain mean
-    over the ranks is right. A small vector then tells what was counted, and the gradients are corrected once if that
-    is something else.
+    Before the backward pass, a rank's loss is weighed by the expected count of the step, so that a plain mean over the
+    ranks is right. A small vector then carries the actual count, and the gradients are rescaled once if it differs.
 
     Args:
         learn: the learner.
-        agreement: of the run.
+        agreement: the agreement of the run.
 
     Attributes:
-        dispatch: of the run.
-        named: the parameters by name: the model's, and those beside it that are trained with it.
+        dispatch: the dispatch of the run.
+        named: the parameters by name: the model's, and those trained beside it.
         params: those of them that are trainable.
         passes: averages the backward passes that come after the gradients of the step are finished.
-        sends: the module of which rank 0's buffers are given to all ranks before each step, if there are any.
-        mean: weighs the batches.
-        count: what this rank's batch counts.
-        kept: gradients of an earlier batch, which a callback accumulates, are there when the batch begins.
-        number: grows with each batch, the same on every rank, as soon as this rank leaves nothing more of the one
-            before out.
+        sends: the module whose buffers rank 0 sends to all ranks before each step, if it has any.
+        mean: computes the weights of the batches.
+        count: the count of this rank's batch.
+        kept: `.grad` already holds an earlier batch's gradients, because a callback skipped the step.
+        number: grows with each batch, the same on every rank, once this rank has skipped nothing more of the last
+            batch.
         reduced: this rank has taken part in the reduction of the batch's gradients.
-        stepped: its optimizer has stepped after the batch; False: all ranks leave that out; `None`: neither as yet.
-        agree: called before the gradients of each batch, on every rank; something that the ranks agree on before them.
+        stepped: the optimizer has stepped after the batch; False: all ranks skip the step; `None`: neither so far.
+        agree: called before the gradients of each batch, on every rank; the ranks may agree on something in it.
         reads_late: read the flags of a step after the next one, at the same place on every rank, so that the host need
             not wait for the device.
     """
@@ -67,20 +66,21 @@ class RankStep:
         self.number = 0
         self.reads_late = learn.dls.device.type != "cpu"
         self._last_flags: HostCopy | None = None
-        self._witness: nn.Parameter | None = None  # a parameter whose gradient tells whether they were cleared
+        self._witness: nn.Parameter | None = None  # a parameter whose gradient tells whether the gradients were cleared
         agreement.watch.passed = self._passed
 
     def take_parameters(self, named: dict[str, nn.Parameter], watches: bool) -> None:
-        """Take the parameters whose gradients are averaged.
+        """Set the parameters whose gradients are averaged.
 
         Args:
             named: all of them by name, the same on every rank.
-            watches: something may make backward passes after that of the loss.
+            watches: the learner or a callback may make backward passes after that of the loss.
         """
         self.passes.remove()
         self.named, kept = named, self._are_kept()
         self.params = {name: p for name, p in named.items() if p.requires_grad}
-        # Before the first step ranks may differ in what they have kept, and only a sum needs no collective for it.
+        # Before the first step, ranks may differ in the gradients that they have kept; only a sum needs no collective
+        # for them.
         self._witness = self._find_witness() if kept or self.mean.sums else None
         self.passes = Passes(self, watches)
 
@@ -91,11 +91,11 @@ class RankStep:
         return self._witness is not None and self._witness.grad is not None
 
     def is_changed(self) -> bool:
-        """Tell whether parameters have been frozen or unfrozen since they were taken."""
+        """Tell whether parameters have been frozen or unfrozen since `take_parameters`."""
         return any(p.requires_grad is not (name in self.params) for name, p in self.named.items())
 
     def start(self) -> None:
-        """Begin training, perhaps after one that was cut short."""
+        """Begin training, possibly after an epoch that was cut short."""
         self.mean.begun, self._last_flags = False, None
 
     # A batch
@@ -109,7 +109,7 @@ class RankStep:
             self.passes.close()
 
     def before_batch(self) -> None:
-        """Prepare the batch, after the callbacks that may still change it: the hook of that event."""
+        """Prepare the batch, after the callbacks that may still change it: the hook of `before_batch`."""
         self.kept = self._are_kept()
         if self.learn.dl.share.size == 0:
             self.agreement.left_batch.begin()
@@ -117,18 +117,19 @@ class RankStep:
             distributed.broadcast_into(list(self.sends.buffers()), among="gradients")
 
     def take_count(self) -> bool:
-        """Take what the batch counts into its step, and tell whether that may be anything."""
+        """Add the batch's count to the step, and tell whether it may be other than 0."""
         learn, mean = self.learn, self.mean
         self.agree()
         if not learn.batch_size:
-            learn.loss_count = 0  # that of a sample which stands for shapes and types only
+            learn.loss_count = 0  # the sample stands only for shapes and types
         self.count = host_count(learn.loss_count)
         if not mean.begun:
-            total = learn.dl.share.total or learn.dl.usual_total or mean.ranks  # the same on every rank
+            total = learn.dl.share.total or learn.dl.usual_total or mean.ranks  # it is the same on every rank
             expected = total / mean.ranks
             if self.kept and not mean.sums:
-                # A callback accumulates gradients by leaving steps out: those that are there have their scale already,
-                # so this batch's must be right before it joins them. A collective and a host-device sync of its own.
+                # A callback accumulates gradients by skipping steps. The earlier gradients already have their scale, so
+                # this batch's gradients must have it before they are added. This takes a collective and a host-device
+                # sync.
                 expected = distributed.reduce(float(self.count), "mean", among="gradients")
             mean.begin(expected * learn.step_batches or 1.0)
         mean.counted = mean.counted + self.count
@@ -137,11 +138,11 @@ class RankStep:
         return counts_something(self.count)
 
     def weigh(self) -> bool:
-        """Take the batch's count, weigh its loss by it, and tell whether it may count anything."""
+        """Add the batch's count to the step, weigh its loss by it, and tell whether the count may be other than 0."""
         learn, mean, something = self.learn, self.mean, self.take_count()
         learn.loss_grad = mean.weigh(learn.loss_grad, self.count, output_of(learn))
         if learn.shards is None and learn.step_due and learn.step_batches == 1 and not self.kept:
-            # There may be gradients of a callback's own backward pass, which has the weight of the loss.
+            # A callback's own backward pass may have left gradients, which have the weight of the loss.
             if something:
                 scale_gradients(self.params.values(), mean.weight(self.count, mean.expected))
             else:
@@ -154,22 +155,22 @@ class RankStep:
         return float(self.mean.weight(float(self.count), total))
 
     def vector(self) -> Tensor:
-        """Return this rank's vector of a step that is due: what its batches count, and the flags of `TOLD`."""
+        """Return this rank's vector of a step that is due: the count of its batches, and the flags of `TOLD`."""
         vector = torch.zeros(_SLOTS, dtype=torch.float64, device=self.learn.dls.device)  # counts need many digits
-        # Numbers are filled in on the device, without a sync.
+        # The numbers are written on the device, without a sync.
         for place, number in enumerate([self.mean.counted, *self.agreement.flags()]):
             if counts_something(number):
                 vector[place] = number
         return vector
 
     def complete(self, vector: Tensor) -> None:
-        """Correct the gradients of the step, which are averaged, and leave if the ranks say so.
+        """Rescale the averaged gradients of the step to the exact mean, and leave if a flag says so.
 
-        A host-device sync; where the flags are read late it is one with an earlier step, and the device has work
-        meanwhile.
+        This is a host-device sync. Where the flags are read late, the host waits only for an earlier step, and the
+        device has work meanwhile.
 
         Args:
-            vector: the mean of those of all ranks.
+            vector: the mean of the ranks' vectors.
         """
         mean, flags = self.mean, vector[1 : 1 + len(TOLD)]
         mean.begun = False
@@ -184,7 +185,7 @@ class RankStep:
         else:
             told = flags.tolist()
         if any(told):
-            self.agreement.watch.check()  # of a reduction that was broken off they would mean nothing
+            self.agreement.watch.check()  # the flags of an aborted reduction mean nothing
             self.agreement.obey(told)
         if self.passes.watches:
             self.passes.open_now()
@@ -198,33 +199,33 @@ class RankStep:
             " (errors.html#unused-parameters)"
         )
 
-    # What other ranks may wait for
+    # Points for which other ranks may wait
 
     def is_open(self) -> bool:
-        """Tell whether this rank has left out something of the batch that other ranks may wait for."""
+        """Tell whether this rank has skipped a part of the batch for which other ranks may wait."""
         is_left = self.learn.step_due and self.stepped is None
         return is_left or not self.reduced or "after_step" in self.dispatch.stopped
 
     def note_optimizer_step(self, *_: Any) -> None:
-        """Note that this rank's optimizer has stepped."""
+        """Record that this rank's optimizer has stepped."""
         self.stepped = True
 
     def count_ranks(self, with_data: bool) -> int:
-        """Return how many ranks have data for another batch; every rank must reach this.
+        """Return the number of ranks that have data for another batch; every rank must reach this.
 
-        What a rank leaves for is told with the gradients, or after the last batch.
+        A rank's reasons to leave are not exchanged here, but with the gradients or after the last batch.
         """
-        self.number += 1  # no rank waits in `all_skip` for this one, which waits for all here
+        self.number += 1  # no rank waits in `all_skip` for this rank, which waits for all here
         with distributed.before_collective(None):
             return distributed.reduce(int(with_data), among="votes")
 
     def all_skip(self, point: int) -> bool:
-        """Tell whether every rank leaves a point of the batch out; ranks that come to it never call this."""
+        """Tell whether every rank skips a point of the batch; ranks that reach the point never call this."""
         return self.agreement.watch.all_skip(NEXT_BATCH * self.number + point)
 
     def _passed(self) -> int:
-        """The number of the last point that this rank has come to; the watch reads it in a thread of its own."""
-        begin = NEXT_BATCH * self.number  # first: what follows may soon be of the next batch
+        """Return the number of the last point that this rank has reached; the watch calls this in its own thread."""
+        begin = NEXT_BATCH * self.number  # read first: the attributes below may soon be those of the next batch
         if self.dispatch.has_passed("after_batch") and (self.stepped is not None or not self.learn.step_due):
             return begin + AFTER_BATCH
         return begin + STEP if self.stepped else begin
@@ -238,18 +239,18 @@ COMM_HOOKS = ("bf16", "fp16", "powersgd")
 class Overlapped:
     """Lets DDP average the gradients of a step during its last backward pass; the small vector travels with them.
 
-    DDP is told of each such pass by a call with its loss, right before it. It holds the parameters and does not run the
-    model, so that everybody sees the model itself.
+    DDP learns of each such pass by a call with its loss, right before the pass. It holds the parameters and does not
+    run the model, so that callbacks see the model itself.
 
     Args:
-        step: of the ranks.
+        step: the step that the ranks take together.
         comm_hook: one of `COMM_HOOKS`, or `None`.
-        options: of `DistributedDataParallel`.
-        give_up: called, on all ranks alike, where parameters are frozen or unfrozen from here on; it puts a `Deferred`
-            in this one's place.
+        options: arguments of `DistributedDataParallel`.
+        give_up: called, on all ranks alike, when parameters are frozen or unfrozen; it replaces this object by a
+            `Deferred`.
 
     Attributes:
-        ddp: made by all ranks together.
+        ddp: the DDP module, which all ranks make together.
     """
 
     def __init__(
@@ -259,7 +260,7 @@ class Overlapped:
         self._carrier: nn.Parameter | None = None  # its gradient is the vector, which then needs no collective
         device, params = step.learn.dls.device, list(step.params.values())
         held = nn.Identity()  # returns the loss that it is called with
-        if comm_hook is None:  # which would round the vector
+        if comm_hook is None:  # a hook would round the vector
             dtype = torch.float64 if {p.dtype for p in params} == {torch.float64} else torch.float32
             self._carrier = nn.Parameter(torch.zeros(_SLOTS, dtype=dtype, device=device))
             params.append(self._carrier)
@@ -273,7 +274,7 @@ class Overlapped:
             self.ddp.register_comm_hook(group, getattr(default_hooks, f"{comm_hook}_compress_hook"))
 
     def backward(self) -> None:
-        """Compute the batch's gradients with their weight; of a batch that counts nothing, zeros."""
+        """Compute the gradients of the weighted loss; those of a batch that counts nothing are zeros."""
         step, learn, carrier = self.step, self.step.learn, self._carrier
         if step.is_changed():
             self._give_up().backward()
@@ -287,7 +288,7 @@ class Overlapped:
         roots = self.ddp([learn.loss_grad] if something else list(step.params.values()))
         gradients = [None if something else torch.zeros_like(root) for root in roots]
         if carrier is not None:
-            # A root of its own, whose gradient is given: that needs no further operations.
+            # The carrier is a root of the backward pass with a given gradient, so it needs no further operations.
             roots.append(carrier)
             gradients.append(step.vector().to(carrier.dtype))
         torch.autograd.backward(roots, gradients)
@@ -299,11 +300,12 @@ class Overlapped:
         if carrier is None:
             vector = distributed.reduce(step.vector(), "mean", among="gradients")
         else:
-            vector, carrier.grad = cast(Tensor, carrier.grad).clone(), None  # it may be a piece of DDP's bucket
+            # The gradient may be a view of DDP's bucket.
+            vector, carrier.grad = cast(Tensor, carrier.grad).clone(), None
         step.complete(vector)
 
     def detach(self) -> None:
-        """Take DDP off the parameters."""
-        # Its hooks go with its reducer; a DDP that lives on, in a traceback say, would go on reducing.
+        """Remove DDP from the parameters."""
+        # DDP's hooks go with its reducer; a DDP that lives on, in a traceback for example, would go on reducing.
         for name in ("reducer", "logger"):
             vars(self.ddp).pop(name, None)

@@ -33,28 +33,28 @@ if TYPE_CHECKING:
 class Shards:
     """Divides the parameters of a model among the ranks, and makes it whole again.
 
-    A unit of the model is gathered when its forward or backward pass begins, and freed at its end. Parameters without
-    a dimension, or without elements, stay whole on every rank. `learn.shards` is this while a model is divided.
+    A unit of the model is gathered when its forward or backward pass begins, and freed at its end. Parameters without a
+    dimension, or without elements, stay whole on every rank. `learn.shards` holds this object while a model is divided.
 
-    The parameter objects that there are before come back when the model is whole; meanwhile they stand for the shards,
-    so that who holds them can freeze them, or read their gradients.
+    The original parameter objects come back when the model is whole again; meanwhile they stand for the shards, so that
+    whoever holds them can freeze them, or read their gradients.
 
     Args:
-        model: of every rank, with the same values.
-        units: the parts that are gathered at once, by name. What is in none of them makes a unit of its own, which
-            stays gathered from the beginning of the forward pass to the end of the backward pass.
+        model: the model, with the same values on every rank.
+        units: the parts that are gathered at once, by name. The parameters outside them form a unit that stays gathered
+            from the beginning of the forward pass to the end of the backward pass.
         opts: the optimizers, which get the new parameters.
-        device: of the ranks' group.
-        reshard_after_forward: free a unit after its forward pass; else it stays gathered for its backward pass.
+        device: the device of the ranks' group.
+        reshard_after_forward: free a unit after its forward pass; otherwise it stays gathered for its backward pass.
         offload: keep the shards on the host.
-        stays: from fit to fit, as the model is too large to be whole.
+        stays: the model stays divided from fit to fit, as it is too large to be whole.
 
     Attributes:
         named: the parameters by name, each with the rows of this rank.
-        steps: optimizer steps of this rank while the model is divided.
-        failed: a rank has failed, and the group of the shards is lost.
-        gathered: by the shards, the parameters that are there while a unit is gathered. They stay the same, and each
-            is here once its unit has been called in training.
+        steps: the number of optimizer steps of this rank while the model is divided.
+        failed: a rank has failed, and the process group of the shards is lost.
+        gathered: the gathered parameter of each shard, which exists while its unit is gathered. It stays the same
+            object, and is entered when its unit is first called in training.
 
     Raises:
         ValueError: parameters that cannot be divided.
@@ -73,14 +73,14 @@ class Shards:
         self.model, self.units, self.device, self.stays = model, list(units.values()), device, stays
         self.names = {unit: name for name, unit in units.items()}
         self._reshard = reshard_after_forward
-        # A model on the host is there already.
+        # A model on the host needs no offloading.
         self._policy = CPUOffloadPolicy() if offload and device.type != "cpu" else OffloadPolicy()
         _check(model, units)
         before = dict(model.named_parameters())
         self.places = list(owners(model))
         self._fully_shard(free=True)
         self.pairs = [(before[name], p) for name, p in self.named.items() if p is not before[name]]
-        # Hooks of the divided parameters, which are for the gathered ones.
+        # These are hooks of the divided parameters, to be moved to the gathered ones.
         apart = {name: p for name, p in before.items() if p is not self.named[name]}
         self.tensor_hooks = {name: hooks for name, p in apart.items() if (hooks := _hooks_of(p))}
         self._classes = [type(old) for old, _ in self.pairs]
@@ -89,16 +89,16 @@ class Shards:
                 p.grad, old.grad = rows_of(old.grad, p), None
             vars(old)["shard"], old.__class__ = p, _Divided
         self.steps, self.failed = 0, False
-        # Those that train the shards, each with its hook, and with how its groups were stepped before.
+        # For each optimizer that trains the shards: its hook, and the earlier kernel options of its groups.
         self._taken = dict["Optimizer", tuple[Any, list[tuple[dict, str, Any]]]]()
         self.take_optimizers(opts)
         self._n_voting, self._rest = 0, False
         self._votes: list[Any] = []
-        self._kept = set[int]()  # units that stay gathered
+        self._kept = set[int]()  # indices of units that stay gathered
 
     def _fully_shard(self, free: bool = False) -> None:
-        """Have FSDP2 divide the parameters that are in the modules; with `free` those are empty afterwards."""
-        # Before FSDP's own hooks, which free the unit: the parameters are whole here.
+        """Let FSDP2 divide the parameters of the modules; with `free` the originals are emptied."""
+        # This hook runs before FSDP's own hooks, which free the unit: the parameters are whole here.
         copy_views = torch.compiler.disable(_after_unit)
         self._hooks: list[Any] = [m.register_forward_hook(copy_views) for m in (*self.units, self.model)]
         group: Any = distributed.group("gradients", self.device.type) or dist.group.WORLD
@@ -111,20 +111,20 @@ class Shards:
                 ignored_params=whole, offload_policy=self._policy,
             )  # fmt: skip
             for p in mine if free else ():
-                p.data = p.data.new_empty(0)  # at once: of a model that is too large no two units are in memory
+                p.data = p.data.new_empty(0)  # freed at once, so that no two units of a very large model are in memory
         self._note_parameters()
 
     def _note_parameters(self) -> None:
         self.named, self._divided = dict(self.model.named_parameters()), list(owners(self.model))
         self.gathered = dict[Tensor, Tensor]()
         inside = {part for unit in self.units for part in unit.modules()}
-        # The modules that have parameters of their own and are in no unit; each may be called by itself.
+        # Modules that have parameters and are in no unit; each may be called directly.
         self.parts = list(dict.fromkeys(owner for _, owner, _, p in self._divided if owner not in inside))
 
     def take_optimizers(self, opts: Iterable["Optimizer"]) -> None:
-        """Let optimizers train the shards; those that do already are left alone.
+        """Let optimizers train the shards; those that already do are skipped.
 
-        Where the model stays divided, others that did are forgotten: each has as much state as there is of the model.
+        If the model stays divided, earlier optimizers are released: each has as much state as the model has parameters.
         """
         opts = list(opts)
         for opt in [opt for opt in self._taken if opt not in opts] if self.stays else ():
@@ -142,7 +142,7 @@ class Shards:
             group[way] = value
 
     def text(self, units: Mapping[str, nn.Module]) -> str:
-        """Say what the units are, and how many bytes of the parameters a rank has."""
+        """Describe the units, and the bytes of the parameters that a rank has."""
         sizes = [sum(p.numel() * p.itemsize for p in unit.parameters()) for unit in units.values()]
         total = sum(p.numel() * p.itemsize for p in self.named.values())
         mine = sum(local(p).nbytes for p in self.named.values())
@@ -165,7 +165,7 @@ class Shards:
             )
 
     def explain(self, error: BaseException) -> None:
-        """Add to an error of torch's what it has to do with shards."""
+        """Add a note to an error of torch's that the sharding has caused."""
         text, kind = str(error), type(error).__name__
         if "mixed torch.Tensor and DTensor" in text or "Sharding propagation failed" in text:
             add_note_once(
@@ -198,8 +198,8 @@ class Shards:
             )
 
     def put_away(self) -> None:
-        """Have the shards in the model, where a pass that has failed may have left gathered parameters."""
-        self._n_voting = min(self._n_voting, 1)  # whatever was inside of what
+        """Put the shards back into the model, in which a failed pass may have left gathered parameters."""
+        self._n_voting = min(self._n_voting, 1)  # evaluations inside another one have ended with it
         self.end_votes()
         for _, owner, name, p in self._divided:
             put_parameter(owner, name, p)
@@ -210,14 +210,14 @@ class Shards:
         reset_passes([*self.units, self.model], kept)
 
     def collectives(self) -> CollectivesDone:
-        """Return a context that counts the collectives of passes, so that a pass that has failed can be ended."""
+        """Return a context that counts the collectives of passes, so that a failed pass can be ended."""
         return CollectivesDone([*self.units, self.model])
 
     def restore(self, gather: bool = True) -> None:
-        """Make the model whole, with its own parameters; with `gather` every rank must reach this.
+        """Make the model whole, with its original parameters; with `gather` every rank must reach this.
 
         Args:
-            gather: take the values of all ranks. Else the parameters have memory, but no values as yet.
+            gather: take the values of all ranks. Otherwise the parameters get memory without values.
         """
         self._n_voting = min(self._n_voting, 1)
         self.end_votes()
@@ -242,7 +242,7 @@ class Shards:
             optim.exchange(opt, new)
 
     def renew(self) -> None:
-        """Divide the model in the same way once more, for a new group of the ranks; every rank must reach this.
+        """Divide the model again in the same way, for a new process group; every rank must reach this.
 
         The last group is lost when a rank has failed. Values are not sent.
         """
@@ -272,7 +272,7 @@ class Shards:
             optim.exchange(opt, exchanged)
 
     def _of_rows(self, t: Tensor) -> Tensor:
-        """Return a shard of the present group with the rows of another."""
+        """Return a shard of the present group with the rows of a shard of another group."""
         return DTensor.from_local(
             local(t), self._mesh, [Shard(0)], run_check=False, shape=t.shape, stride=t.stride()
         ).detach()
@@ -281,13 +281,13 @@ class Shards:
 
     @property
     def voting(self) -> bool:
-        """Ranks vote which unit is gathered next."""
+        """The state of voting: True while ranks vote which unit is gathered next."""
         return self._n_voting > 0
 
     def begin_votes(self) -> None:
         """Let each rank run the model as often as it likes, until `end_votes`; every rank must reach this.
 
-        Before a rank gathers a unit it says so, and those that do not need it help. What is in no unit is gathered
+        Before a rank gathers a unit it says so, and ranks that do not need it help. Parameters in no unit are gathered
         at the first pass of any rank, and freed at the end. An evaluation may be inside another.
         """
         self._n_voting += 1
@@ -303,15 +303,15 @@ class Shards:
         ]
 
     def help(self, wanted: int = -1) -> None:
-        """Gather what other ranks want, until it is the turn of what this rank wants, or no rank wants anything.
+        """Gather the units that other ranks want, until this rank's unit is next, or no rank wants any.
 
         Args:
-            wanted: the index of a unit, which is gathered next; -1: none.
+            wanted: the index of the unit that this rank wants; -1: none.
         """
         rest = len(self.units)
         if not self.voting:
             return
-        # `model.to` and `model.state_dict` of one rank may have freed what was kept.
+        # One rank's `model.to` or `model.state_dict` may have freed a unit that was kept.
         if (wanted in self._kept and is_gathered(self.units[wanted])) or (
             wanted == rest and self._rest and is_gathered(self.model)
         ):
@@ -335,9 +335,9 @@ class Shards:
                     cast(Any, unit).reshard()
 
     def free(self) -> None:
-        """Free what is gathered, where no rank runs the model, so that callbacks see the shards.
+        """Free the gathered parameters, where no rank runs the model, so that callbacks see the shards.
 
-        All ranks do so at the same places. The next pass gathers it again.
+        All ranks do so at the same places. The next pass gathers the parameters again.
         """
         if self._rest:
             for module in (*(self.units[i] for i in self._kept), self.model):
@@ -346,10 +346,10 @@ class Shards:
             self._rest = False
 
     def end_votes(self, frees: bool = True) -> None:
-        """Let ranks run the model together again, or not at all.
+        """End the votes: ranks run the model together again, or not at all.
 
         Args:
-            frees: what is gathered; else a backward pass will do so.
+            frees: free what is gathered; otherwise a backward pass frees it.
         """
         if not self.voting:
             return
@@ -370,13 +370,14 @@ def _gather_anew(module: Any) -> None:
 
 
 def _choose_way(group: dict[str, Any], can_fuse: bool) -> list[tuple[dict, str, Any]]:
-    """Have a group of an optimizer stepped in a way that DTensor has, and return what was chosen before.
+    """Let a group of an optimizer step with kernels that DTensor has, and return the options that were replaced.
 
     Args:
         group: the group, with its new parameters.
         can_fuse: DTensor has the fused kernel of this optimizer, as it has that of Adam.
     """
-    is_mixed, before = len(set(map(is_shard, group["params"]))) > 1, []  # neither fused nor foreach kernels take both
+    # Neither fused nor foreach kernels take both kinds.
+    is_mixed, before = len(set(map(is_shard, group["params"]))) > 1, []
     for way, refused in (("fused", is_mixed or not can_fuse), ("foreach", is_mixed)):
         if refused and way in group and group[way] is not False:
             before.append((group, way, group[way]))
@@ -385,7 +386,7 @@ def _choose_way(group: dict[str, Any], can_fuse: bool) -> list[tuple[dict, str, 
 
 
 class _Divided(nn.Parameter):
-    """A parameter of a model that is divided: whatever is done with it is done with its `shard`."""
+    """A parameter of a divided model: operations on it use its `shard` instead."""
 
     shard: Tensor
 
@@ -400,13 +401,13 @@ def _same(x: Any) -> Any:
 
 
 def _hooks_of(p: Tensor) -> tuple[list[Any], list[Any]] | None:
-    """The hooks of a parameter on its gradient, and those after the gradient is there."""
+    """Return a parameter's gradient hooks and its post-accumulate hooks, or `None` if it has none."""
     found = [[*(hooks or {}).values()] for hooks in gradient_hooks(p)]
     return (found[0], found[1]) if any(found) else None
 
 
 def _is_divisible(p: Tensor) -> bool:
-    """Tell whether a parameter has rows."""
+    """Tell whether a parameter has rows to divide."""
     return bool(p.ndim and p.numel())
 
 
@@ -415,12 +416,12 @@ def _without_values(t: Tensor) -> Tensor:
 
 
 def _after_unit(module: nn.Module, args: Any, output: Any) -> Any:
-    """Copy views among the outputs of a unit: an operation in place on one would lose FSDP's hook."""
+    """Copy views among the outputs of a unit: an operation in place on a view would lose FSDP's hook."""
     return _without_views(output) if any(t.requires_grad and t._is_view() for t in tensors_in(output)) else None
 
 
 def _without_views(output: Any) -> Any:
-    if isinstance(output, MutableMapping):  # of a class of its own, as a model of transformers returns
+    if isinstance(output, MutableMapping):  # it may be of a class of its own, such as transformers' outputs
         for key, value in output.items():
             output[key] = _without_views(value)
         return output

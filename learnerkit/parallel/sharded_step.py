@@ -1,4 +1,4 @@
-"""The gradient of a step of which each rank gets its rows from FSDP2, in the learner's backward pass or several."""
+"""The gradient of a step with FSDP2, which gives each rank its rows, for one backward pass or several."""
 
 from collections.abc import Callable
 from functools import partial
@@ -24,27 +24,28 @@ if TYPE_CHECKING:
 class Sharded:
     """Averages gradients by FSDP2, which gives each rank its rows of the mean, during every backward pass.
 
-    The loss is weighed before, as for DDP; the small vector has a collective of its own, which runs meanwhile. In
-    passes that the learner or a callback makes by itself the gradients are weighed, on their way into the mean. What
-    the ranks have whole `Passes` averages then.
+    The loss is weighed before the pass, as for DDP; the small vector has its own collective, which runs meanwhile. In
+    passes that the learner or a callback makes by itself, hooks weigh the gradients before they are averaged. `Passes`
+    then averages the gradients of the parameters that every rank has whole.
 
     Args:
-        step: of the ranks.
-        shards: the model.
-        own: the learner's `_backward` is its own, with passes of losses that nobody else sees.
-        settle: called once, by every rank, with what its first batch has shown: the names of the parameters on which
-            the loss does not depend. `None` stands for a rank without data. It tells whether there may be such ones, or
-            returns `None` if no rank had data.
+        step: the step that the ranks take together.
+        shards: the shards of the model.
+        own: the learner overrides `_backward`, and makes passes of losses that only it knows.
+        settle: called once, by every rank, with the names of the parameters on which the loss of its first batch does
+            not depend. `None` stands for a rank without data. It tells whether later losses may leave parameters out,
+            or returns `None` if no rank had data.
         check: called after the first backward pass.
         votes: ranks vote in each forward pass which unit is gathered, so that an error says where they call different
-            ones; by default in the first one.
-        sync: reduce the gradients in each batch of a step, and not those of all at its last one.
+            ones; by default they do so in the first pass only.
+        sync: reduce the gradients in each batch of a step, instead of all at its last batch.
 
     Attributes:
         sync: as above.
         is_inside: a forward pass of the model has begun, and not ended.
         compares: compare, in the first batch, which units the ranks call.
-        silent: the shards of which the gradients of own passes are weighed, and to which none has given one.
+        silent: the names of parameters whose gradients in own passes are weighed, and which have got no gradient so
+            far.
     """
 
     def __init__(
@@ -60,17 +61,17 @@ class Sharded:
         self.step, self.mean, self.shards, self._own = step, step.mean, shards, own
         self._settle, self._votes = settle, votes and not own
         self._check: Callable[[], None] | None = check
-        self._weight: float | None = None  # of the gradients in passes that are the learner's own, once there is one
+        self._weight: float | None = None  # the weight of the gradients in the learner's own passes, once it is known
         self._without_grad = set[nn.Module]()  # units that were called without gradients
         self._settled, self.sync = False, sync
-        self._looks = True  # for parameters on which the loss of a batch does not depend
+        self._looks = True  # look for parameters on which the loss of a batch does not depend
         mine = {id(p) for _, p in shards.pairs}
         self._replicated = {name: p for name, p in step.params.items() if id(p) not in mine}
-        self._used = set[str]()  # parameters on which the losses of the batches depend that are reduced at once
+        self._used = set[str]()  # parameters on which the losses of the batches that are reduced together depend
         self._before = set[str]()  # parameters that had gradients before these batches
         self._left_out = set[str]()  # parameters on which the loss of this batch does not depend on any rank
-        # While a unit is gathered its parameters are other objects, which stay the same. Those beside the model are
-        # always as they are.
+        # While a unit is gathered, its parameters are other objects, which stay the same. Parameters beside the model
+        # are never replaced.
         of_model = dict(shards.model.named_parameters())
         self._gathered: dict[str, Tensor] = {name: p for name, p in step.params.items() if name not in of_model}
         first = {id(p): name for name, p in reversed(of_model.items())}
@@ -79,15 +80,15 @@ class Sharded:
             self._owned[unit] = [(first[id(p)], owner, name) for _, owner, name, p in owners(unit) if id(p) in first]
             for _, _, _, p in owners(unit):
                 first.pop(id(p), None)
-        self._later = set[str]()  # parameters that were gathered first by a later pass, and may be for it alone
-        self._outputs: list[Tensor] = []  # of all units, in this batch
-        self._calls: list[str] = []  # of units, in this batch
+        self._later = set[str]()  # parameters that a later pass was the first to gather, and that may serve it alone
+        self._outputs: list[Tensor] = []  # the outputs of all units in this batch
+        self._calls: list[str] = []  # the names of the units that were called in this batch
         self.is_inside = self._is_backward = False
         self.compares = True
-        self._weighed = set(self._replicated)  # the parameters that need no hook for that any more
+        self._weighed = set(self._replicated)  # the parameters that need no further hook for their weight
         self.silent = step.params.keys() - self._weighed
         make_outermost(shards.model)
-        # torch's compiler leaves these out, as it does FSDP's own.
+        # torch's compiler leaves these hooks out, as it does FSDP's own.
         begin, note, note_output, begin_part, note_part = map(
             torch.compiler.disable, (self._begin, self._note, self._note_output, self._begin_part, self._note_part)
         )
@@ -104,18 +105,18 @@ class Sharded:
                 ]
 
     def _begin_part(self, *_: Any) -> None:
-        """Gather what is in no unit, for a part of it that is called by itself."""
+        """Gather the parameters that are in no unit, for a module with some of them that is called directly."""
         if torch.is_grad_enabled() and not self.is_inside and not self.shards.voting:
             cast(Any, self.shards.model).unshard()
 
     def _note_part(self, module: nn.Module, args: Any, output: Any) -> None:
-        # A second backward pass may reach the part by another way than the model's output.
+        # A second backward pass may reach the module by another way than the model's output.
         if (not self.is_inside or self.step.passes.watches) and torch.is_grad_enabled() and not is_backward_pass():
             self._note(self.shards.model)
             begin_backward_at(self.shards.model, self._watched(output))
 
     def _watched(self, output: Any) -> list[Tensor]:
-        """Return the tensors of an output that have gradients; a pass through them must be one that counts."""
+        """Return the tensors of an output that require gradients, each with a hook that refuses an early pass."""
         found = [t for t in tensors_in(output) if t.requires_grad]
         for t in found:
             t.register_hook(self._check_pass)
@@ -142,10 +143,10 @@ class Sharded:
             return None
         if self._weight is None:
             self._weight = self.step.passes.weight()
-        return grad * self._weight if self._weight else torch.zeros_like(grad)  # 0 times a NaN would be one
+        return grad * self._weight if self._weight else torch.zeros_like(grad)  # 0 times a NaN would be NaN
 
     def _note_output(self, module: nn.Module, args: Any, output: Any) -> None:
-        # After FSDP's own hooks, to whose part of the backward pass the output belongs.
+        # This hook runs after FSDP's own hooks, to whose part of the backward pass the output belongs.
         if module is self.shards.model:
             self.is_inside = False
         if not torch.is_grad_enabled():
@@ -162,7 +163,7 @@ class Sharded:
                 )
             return
         found = self._watched(output)
-        is_later = self.step.passes.is_open  # a pass of the learner's own
+        is_later = self.step.passes.is_open  # the learner's own passes have begun
         if module is not self.shards.model and not is_later and (self._looks or not self.step.learn.batch_size):
             self._outputs += found
             self._calls.append(self.shards.names[module])
@@ -180,10 +181,10 @@ class Sharded:
         if torch.is_grad_enabled() and not is_backward_pass():
             self.is_inside = True
             if self.compares and (self._votes or not self._settled) and not self.shards.voting:
-                self.shards.begin_votes()  # on ranks that call different units it ends in an error, not in a hang
+                self.shards.begin_votes()  # if ranks call different units, votes turn a hang into an error
 
     def _check_calls(self) -> None:
-        """Refuse ranks that call different units: these may have gathered the rows of one for those of another."""
+        """Refuse ranks that call different units: they may have gathered the rows of one unit for those of another."""
         everyone = distributed.all_gather(self._calls)
         for rank, calls in enumerate(everyone):
             if calls != everyone[0]:
@@ -195,7 +196,7 @@ class Sharded:
                 )
 
     def backward(self) -> None:
-        """Compute the batch's gradients with their weight; of a batch that counts nothing, zeros."""
+        """Compute the gradients of the weighted loss; those of a batch that counts nothing are zeros."""
         step, learn = self.step, self.step.learn
         if self.shards.voting:
             self.shards.help()
@@ -210,17 +211,18 @@ class Sharded:
             self._before = {name for name, p in step.params.items() if p.grad is not None} if self._looks else set()
         if not self.sync:
             if not self.mean.begun:
-                for name in self._gathered.keys() - self._replicated.keys():  # of a step that was not finished
+                for name in self._gathered.keys() - self._replicated.keys():  # they are of an unfinished step
                     self._gathered[name].grad = None
             cast(Any, self.shards.model).set_requires_gradient_sync(learn.step_due)
         something = step.weigh()
         vector, work = step.vector(), None
         if learn.step_due:
-            # It runs during the backward pass.
+            # The reduction runs during the backward pass.
             work = dist.all_reduce(vector, group=distributed.group("gradients", vector.device.type), async_op=True)
         zeros: list[Any] = []
         if not something and not self._looks and loss is not None and loss.requires_grad:
-            # The loss of a sample, or of a batch that this rank has left: its graph is that of the other ranks' losses.
+            # The batch is a stand-in sample, or one that this rank has left: its loss has the same graph as on the
+            # other ranks.
             learn.loss_grad = loss
             trained = {p for p in (*self._gathered.values(), *self._replicated.values()) if p.requires_grad}
             zeros = [p.register_hook(torch.zeros_like) for p in trained]
@@ -256,7 +258,7 @@ class Sharded:
             step.complete(vector / step.mean.ranks)
 
     def _make_own_passes(self) -> None:
-        """Have the learner make its backward passes, whose gradients are weighed; every rank must reach this."""
+        """Let the learner make its backward passes, whose gradients are weighed; every rank must reach this."""
         step = self.step
         something = step.take_count()
         if not self._settled:
@@ -279,23 +281,23 @@ class Sharded:
             check()
 
     def forget_calls(self) -> None:
-        """Forget what the forward passes of this batch have called."""
+        """Forget the calls and outputs of this batch's forward passes."""
         for found in (self._outputs, self._calls, self._without_grad):
             found.clear()
 
     def _unused(self, loss: Tensor) -> list[str]:
-        """Return the trainable parameters of which a loss is no function, by a walk through its graph."""
+        """Return the trainable parameters on which a loss does not depend, by a walk through its graph."""
         found = {id(t) for t in leaves_of([loss])}
         trained = {name: p for name, p in self._gathered.items() if p.requires_grad and name not in self._later}
         return [name for name, p in trained.items() if id(p) not in found]
 
     def with_all(self, loss: Tensor) -> Tensor:
-        """Return a loss that depends on all parameters: ranks reduce the gradients of the same, here with zeros."""
+        """Return a loss that depends on all parameters, with zero gradients if need be: ranks reduce the same ones."""
         left = self._unused(loss)
         return loss + zero_loss([self._gathered[name] for name in left]) if left else loss
 
     def _share_use(self) -> None:
-        """Leave no gradient where no rank has one in this step; every rank must reach this. A host-device sync."""
+        """Remove gradients that no rank has in this step; every rank must reach this. A host-device sync."""
         params, taken = self.step.params, self._used | self._before
         found = [name in taken for name in params]
         calls = crc32("\n".join(self._calls).encode()) & 0x7FFFFFFF
@@ -308,7 +310,7 @@ class Sharded:
             params[name].grad = None
 
     def _average_replicated(self) -> None:
-        """Put the mean over the ranks into the gradients of what every rank has whole; every rank must reach this."""
+        """Average the gradients of the parameters that every rank has whole; every rank must reach this."""
         trained = [p for name, p in self._replicated.items() if name not in self._left_out]
         for p in trained:
             if p.grad is None:
@@ -316,6 +318,6 @@ class Sharded:
         distributed.mean_into([cast(Tensor, p.grad) for p in trained], among="gradients")
 
     def detach(self) -> None:
-        """Take the hooks off the units."""
+        """Remove the hooks from the units."""
         for hook in self._hooks:
             hook.remove()

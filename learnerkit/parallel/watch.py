@@ -1,11 +1,10 @@
-"""Messages and signs of life that the ranks of a run exchange beside the collectives.
+"""Messages and heartbeats that the ranks of a run exchange beside the collectives.
 
-A rank that waits in a collective cannot be told anything by another one, and waits for ever if a peer has failed or is
-stuck. So every rank has two threads while it trains. One reads the messages that other ranks put into the store, and
-can end the rank's waiting: on gloo by shutting down the connections between the ranks (gloo's own `abort` does
-nothing), on NCCL by aborting the group. The other looks for a rank that has come to a standstill, with the help of a
-small piece of memory that the ranks of a machine share and that can also be read when a process is stopped
-(`Heartbeat`).
+A rank that waits in a collective cannot receive messages by one, and waits for ever if a peer has failed or is stuck.
+So every rank has two threads while it trains. One reads the messages that other ranks put into the store, and can end
+the rank's waiting: on gloo by shutting down the connections between the ranks (gloo's own `abort` does nothing), on
+NCCL by aborting the group. The other looks for a rank that has come to a standstill. It reads a small piece of memory
+that the ranks of a machine share, and that can be read even when a process is stopped (`Heartbeat`).
 """
 
 import json
@@ -35,26 +34,27 @@ from learnerkit.processes.sockets import open_sockets
 from learnerkit.torch_internals import abort_nccl, frame_of_thread, waits_for_ranks
 
 GRACE_SECONDS = 0.5
-"""How long after a failure the others may still run into the same error by themselves, and so report it as theirs."""
+"""Seconds that the other ranks get to fail with, and report, their own error before their waits are ended."""
 
 ANSWER_SECONDS = 3.0
-"""How long a rank that does not answer is waited for before it counts as silent."""
+"""Seconds to wait for a rank's answer before it counts as silent."""
 
 
-_runs = [0]  # how many all ranks have met for: every rank makes the same
+_runs = [0]  # the number of runs for which all ranks have met, the same on every rank
 
 
 class Watch:
-    """Listens for messages of other ranks, and looks for a standstill; enter it for a run, on every rank.
+    """Listens for messages of other ranks, and looks for a standstill; every rank enters it for a run.
 
     Args:
         what: the call that this rank makes; the same on every rank.
-        timeout: seconds after which a rank that waits without anything moving counts as stuck.
+        timeout: seconds without progress after which a rank that waits counts as stuck.
 
     Attributes:
-        failure: what is known of the first failure of any rank.
-        called: before which vote another rank has left validation and waits for all to do so.
-        passed: tells, in another thread, to which point of its batches this rank has come; points are numbered.
+        failure: the first failure of any rank, if one is known.
+        called: the number of the vote to which another rank, which has left validation, calls all ranks.
+        passed: returns the number of the last point of its batches that this rank has reached; called in another
+            thread.
     """
 
     def __init__(self, what: str, timeout: float) -> None:
@@ -65,15 +65,15 @@ class Watch:
         self.failure: Ending | None = None
         self.called = -1
         self.passed: Callable[[], int] = lambda: -1
-        self.heartbeats: dict[int, Heartbeat] = {}  # of the ranks of this machine
+        self.heartbeats: dict[int, Heartbeat] = {}  # the heartbeats of the ranks of this machine
         self._main = threading.get_ident()
         self._over = threading.Event()
 
     def __enter__(self) -> "Watch":
-        """Every rank must reach this.
+        """Meet the other ranks, and start the threads; every rank must reach this.
 
         Raises:
-            PeerError: some did not, or made another call.
+            PeerError: some ranks did not come, or made another call.
         """
         calls = distributed.await_all(self.store, self.what, self.timeout)
         _runs[0] += 1
@@ -88,11 +88,11 @@ class Watch:
                     self.heartbeats[rank] = Heartbeat(path)
         theirs = {pair for _, _, pairs in everyone for pair in pairs} - mine
         port = distributed.store_port(self.store)
-        # The connections whose other end another rank has; those of the store must stay.
+        # These are the connections to other ranks; those to the store must stay.
         self._lines = {pair for pair in mine if pair[::-1] in theirs and port not in (pair[0][1], pair[1][1])}
         self.heartbeat.live(waits=False)
         self.heartbeat.beat(time.monotonic(), 0, 0, b"before_fit/")
-        # Clients of its own, as one that waits serves no other thread: the listener's does, and so may the user's.
+        # Each thread needs its own client of the store, as a client that waits serves no other thread.
         self.store, self._inbox = self.store.clone(), self.store.clone()
         self._inbox.set_timeout(timedelta(days=7))
         self._threads = [threading.Thread(target=work, daemon=True) for work in (self._listen, self._look)]
@@ -109,28 +109,28 @@ class Watch:
         self.heartbeat.close()
 
     def _leave(self) -> None:
-        with suppress(RuntimeError):  # the store has gone with rank 0; then the listener has noticed, too
+        with suppress(RuntimeError):  # the store has gone with rank 0, as the listener has noticed, too
             self.tell("stop", ranks=[self.rank])
             if self.failure is not None:
-                # Rank 0, which may host the store, last: torch would print long messages on the others.
+                # Rank 0, which may host the store, leaves last: torch would print long messages on the others.
                 self._meet("left", 0 if self.rank else ANSWER_SECONDS)
 
     def _meet(self, where: str, patience: float) -> None:
-        """Wait until all ranks have come here, but not longer than so many seconds."""
+        """Wait until all ranks have come here, but at most `patience` seconds."""
         end, come = time.monotonic() + patience, 1
         while self.store.add(where, come) < self.ranks and time.monotonic() < end:
             come = 0  # this rank counts once
             time.sleep(0.01)
 
     def _aside(self, work: Callable, *args: Any) -> Any:
-        """Do something with the store in a thread, with signs of life meanwhile, and return what it returns.
+        """Run a function that uses the store in a thread, keep the heartbeat alive meanwhile, and return its result.
 
-        It is `None` if the store does not answer soon: the process that hosts it, often that of rank 0, may be stopped.
+        Return `None` if the store does not answer soon: the process that hosts it, often rank 0's, may be stopped.
         """
         found: list[Any] = []
         thread = threading.Thread(target=lambda: found.append(work(*args)), daemon=True)
         thread.start()
-        for _ in range(round(6 * ANSWER_SECONDS)):  # a little longer than the work waits by itself
+        for _ in range(round(6 * ANSWER_SECONDS)):  # a little longer than the function itself waits
             thread.join(0.2)
             if found:
                 return found[0]
@@ -149,7 +149,7 @@ class Watch:
         for number in count(1):
             try:
                 kind, about = json.loads(self._inbox.get(f"inbox/{self.rank}/{number}"))
-            except RuntimeError:  # the store has gone: so has rank 0, and the collectives will say so
+            except RuntimeError:  # the store has gone with rank 0, and the collectives will fail, too
                 return
             match kind:
                 case "stop":
@@ -163,7 +163,7 @@ class Watch:
                     self._inbox.set(f"{about}/{self.rank}", json.dumps(self.report()))
 
     def report(self) -> dict:
-        """Describe where this rank is, whether it waits for others, and its main thread's stack."""
+        """Describe the position of this rank, whether it waits for others, and its main thread's stack."""
         frame = frame_of_thread(self._main)
         return self.heartbeat.read() | {
             "alive": 0.0, "waits": waits_for_ranks(frame, _WAITING), "passed": self.passed(),
@@ -171,7 +171,7 @@ class Watch:
         }  # fmt: skip
 
     def _ask(self) -> dict[int, dict]:
-        """Collect the reports of the other ranks, as far as they answer soon."""
+        """Collect the reports of the ranks that answer soon."""
         question = f"report/{self.rank}/{time.monotonic_ns()}"
         self.tell("report?", question)
         keys = {rank: f"{question}/{rank}" for rank in self.others}
@@ -182,8 +182,9 @@ class Watch:
     # A failure
 
     def fail(self, mine: Ending) -> None:
-        """Report to the others that this rank has failed, and end their waits for it."""
-        with suppress(RuntimeError):  # the store has gone with rank 0: the others see that their connections have, too
+        """Report this rank's failure to the others, and end their waits for it."""
+        # The store has gone with rank 0; the others see that their connections have gone, too.
+        with suppress(RuntimeError):
             self.tell("failed", vars(mine))
             self._meet("failed", GRACE_SECONDS)
         self.hang_up(mine)
@@ -196,7 +197,9 @@ class Watch:
         return self.failure
 
     def hang_up(self, failure: Ending) -> None:
-        """End every wait in a collective, of this process and of others for it. The process group is dead then.
+        """Shut down the connections between ranks, so that every pending collective fails.
+
+        The process group is unusable afterwards.
 
         Args:
             failure: the reason, if no earlier one is known.
@@ -211,10 +214,10 @@ class Watch:
             abort_nccl()
 
     def check(self) -> None:
-        """Leave if another rank has failed.
+        """Raise an error if another rank has failed.
 
         Raises:
-            PeerError: it has.
+            PeerError: another rank has failed.
         """
         first = self.failure
         if first is None:
@@ -227,15 +230,16 @@ class Watch:
             standstill=first.standstill,
         ) from None
 
-    # A question: has any rank come to a point of the batch that this one would leave out?
+    # The question whether any rank has reached a point of the batch that this rank would skip
 
     def all_skip(self, point: int) -> bool:
-        """Tell whether every rank leaves a point out; ranks that have come to it never call this."""
+        """Tell whether every rank skips a point; ranks that have reached it never call this."""
         skipping = self.store.add(f"skipped/{point}", 1)
         while skipping < self.ranks:
-            answers = self._ask()  # again and again, as some may not be there yet
+            answers = self._ask()  # asked repeatedly, as some ranks may not be there yet
             self.check()
-            skipping = self.store.add(f"skipped/{point}", 0)  # after the answers: once all skip it, they go on
+            # Read after the answers: once all ranks skip it, they go on.
+            skipping = self.store.add(f"skipped/{point}", 0)
             if skipping < self.ranks and any(answer["passed"] >= point for answer in answers.values()):
                 return False
         return True
@@ -252,14 +256,14 @@ class Watch:
         while not self._over.wait(every):
             waits = waits_for_ranks(frame_of_thread(self._main), _WAITING)
             self.heartbeat.live(waits)
-            stands = waits and self.heartbeat.read()["since"] > every  # else it works, or has worked since
+            stands = waits and self.heartbeat.read()["since"] > every  # otherwise the rank works, or has worked since
             waited = waited + every if stands else 0.0
             if waited > self.timeout and self.failure is None:
                 self._diagnose()
                 return
 
     def _diagnose(self) -> None:
-        """Say who waits and who has not come, and end the run."""
+        """Report which ranks wait and which have not come, and end the run."""
         found = self._survey()
         states = [known["state"] for known in found]
         late = [rank for rank, state in enumerate(states) if state != "waits"]
@@ -270,12 +274,12 @@ class Watch:
         else:
             self.first_failure(2 * ANSWER_SECONDS)
         self.hang_up(failure)
-        if not self._over.wait(10):  # nothing could free the main thread, and the run must end
+        if not self._over.wait(10):  # the main thread could not be freed, and the run must end
             print(f"[rank {self.rank}] could not be freed from its wait; leaving", file=sys.stderr, flush=True)
             os._exit(1)
 
     def _survey(self) -> list[dict]:
-        """Find where each rank is, and whether it waits, is slow or silent."""
+        """Collect the position and state of each rank: it waits, is slow or is silent."""
         answers = self._aside(self._ask) or {}
         answers[self.rank] = self.report() | {"waits": True}
         unknown = vars(Ending(event="an unknown event")) | {"since": math.nan, "alive": math.inf, "stack": ""}
@@ -288,7 +292,7 @@ class Watch:
         return found
 
     def _standstill(self, found: list[dict], late: list[int]) -> Ending:
-        """The facts that the ranks' errors will tell; `late` are those that have not come to where the others wait."""
+        """Return the failure for the ranks' errors; `late`: the ranks that have not come to where the others wait."""
         culprit = late[0] if late else self.rank
         if late:
             state = found[culprit]["state"]
@@ -317,7 +321,7 @@ class Watch:
 
 
 def _machine() -> tuple[str, str]:
-    """Identify this machine: containers may share its name, but then they do not see each other's processes."""
+    """Return an id of this machine: containers may share its name, but do not see each other's processes."""
     processes = "/proc/self/ns/pid"
     return socket.gethostname(), os.readlink(processes) if os.path.exists(processes) else ""
 

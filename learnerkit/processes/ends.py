@@ -14,6 +14,6 @@ def kill_group(group: int, signum: int = signal.SIGKILL) -> bool:
 
 
 def end_at_once() -> None:
-    """End this process as SIGTERM does where nobody handles it."""
+    """End this process as SIGTERM does without a handler."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGTERM)
