@@ -15,17 +15,17 @@ from learnerkit.utils import library_of
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Move a nested batch to `device`: tensors (from pinned memory without blocking) and objects with a `to` method."""
+    """Move a nested batch to `device`: tensors (without blocking from pinned memory) and objects with a `to` method."""
     return map_batch(lambda t: _as_plain(t).to(device, non_blocking=True), batch, lambda x: _moved(x, device))
 
 
 def _moved(x: Any, device: torch.device) -> Any:
-    """Move an object of another library that moves itself, such as a batch of graphs."""
+    """Move an object of another library that has its own `to` method, such as a batch of graphs."""
     return x.to(device) if callable(getattr(x, "to", None)) and not isinstance(x, type) else x
 
 
 def _as_plain(t: Tensor) -> Tensor:
-    """Return fastai's tensor subclasses as plain tensors: torch's functions refuse operands of two such types."""
+    """Return a tensor of a fastai subclass as a plain tensor: torch's functions refuse operands of two such types."""
     return t.as_subclass(Tensor) if type(t) is not Tensor and library_of(t) == "fastai" else t
 
 
@@ -33,9 +33,9 @@ def map_batch(f: Callable[[Tensor], Any], batch: Any, others: Callable[[Any], An
     """Apply `f` to every tensor in nested tuples, lists, named tuples, mappings and dataclasses.
 
     Args:
-        f: of a packed sequence it gets the data alone.
+        f: the function; for a packed sequence it gets only the data.
         batch: the nested batch.
-        others: applied to whatever else is in the batch, and to packed sequences.
+        others: applied to all other objects in the batch, and to packed sequences.
     """
     if isinstance(batch, Tensor):
         return f(batch)
@@ -50,7 +50,7 @@ def map_batch(f: Callable[[Tensor], Any], batch: Any, others: Callable[[Any], An
 
 
 def is_nested(part: Any) -> bool:
-    """Tell whether part of a batch is a tuple, a list, a mapping, or an object of a dataclass, which has `entries`."""
+    """Tell whether part of a batch is a tuple, a list, a mapping or a dataclass object; `entries` takes these."""
     return isinstance(part, tuple | list | Mapping) or (is_dataclass(part) and not isinstance(part, type))
 
 
@@ -83,7 +83,7 @@ def get_field(output: Any, name: str, default: Any = None) -> Any:
 
 
 def lengths_in(part: Any, place: tuple = (), within_lists: bool = False) -> Iterator[tuple[tuple, int]]:
-    """Yield (place, length) of the parts of a batch: tensors, arrays and lists; `within_lists`, of what is in these.
+    """Yield (place, length) of the tensors, arrays and lists in a batch; with `within_lists` look inside the lists.
 
     A list inside a batch may have an entry for each sample, or be several inputs.
     """
@@ -91,7 +91,8 @@ def lengths_in(part: Any, place: tuple = (), within_lists: bool = False) -> Iter
         yield place, int(part.batch_sizes[0])
     elif isinstance(part, tuple | list) and place and not within_lists and not hasattr(part, "_fields"):
         yield place, len(part)
-    elif isinstance(part, Tensor) or (hasattr(part, "__array_interface__") and hasattr(part, "ndim")):  # none of PIL's
+    # Images of PIL have no ndim.
+    elif isinstance(part, Tensor) or (hasattr(part, "__array_interface__") and hasattr(part, "ndim")):
         if part.ndim:
             yield place, len(part)
     else:
@@ -100,7 +101,7 @@ def lengths_in(part: Any, place: tuple = (), within_lists: bool = False) -> Iter
 
 
 def entries(part: Any) -> Iterable[tuple[Any, Any]]:
-    """The (key, value) pairs of a mapping, a dataclass, a tuple or a list."""
+    """Return the (key, value) pairs of a mapping, a dataclass, a tuple or a list."""
     if isinstance(part, Mapping):
         return part.items()
     if isinstance(part, tuple | list):
@@ -109,25 +110,25 @@ def entries(part: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def with_entries(part: Any, values: Mapping[Any, Any]) -> Any:
-    """Return what is like `part`, with other values for its `entries`."""
+    """Return a copy of `part` with other values for its `entries`."""
     if isinstance(part, Mapping):
         return dict(values)
     if isinstance(part, tuple | list):
         return type(part)(*values.values()) if hasattr(part, "_fields") else type(part)(values.values())
     twin = copy(part)
     for name, value in values.items():
-        object.__setattr__(twin, name, value)  # it may be frozen
+        object.__setattr__(twin, name, value)  # the dataclass may be frozen
     return twin
 
 
 def likely_sizes(batch: Any) -> set[int]:
-    """The numbers of samples that all parts of a batch agree on; several, or none, if the parts do not tell."""
+    """Return the numbers of samples that agree with all parts of a batch; several or none if the parts do not tell."""
     readings = [{n for _, n in lengths_in(batch, within_lists=within)} for within in (False, True)]
     return {n for lengths in readings if len(lengths) == 1 for n in lengths}
 
 
 def rows_of(batch: Any) -> int:
-    """The length of the first tensor of a batch; 1 if there is none."""
+    """Return the length of the first tensor of a batch; 1 if there is none."""
     return next((len(t) for t in tensors_in(batch) if t.ndim), 1)
 
 
@@ -139,7 +140,7 @@ def with_rows(part: Any, size: int, is_whole: bool = True) -> Any:
     """Return part of a batch of `size` samples, with `Rows` for the lists that have an entry for each sample.
 
     Args:
-        part: the part; a list of as many mappings, as detectors take and give them, has one for each sample.
+        part: the part; a list of `size` mappings, as detectors take and return them, has one for each sample.
         size: the number of samples.
         is_whole: `part` is not inside another one.
     """
@@ -150,7 +151,7 @@ def with_rows(part: Any, size: int, is_whole: bool = True) -> Any:
     if is_whole and len(part) == size and all(isinstance(entry, Mapping) for entry in part):
         return Rows(part)
     lengths = [len(t) if t.ndim else None for t in tensors_in(part)] if len(part) == size else [size]
-    if any(length != size for length in lengths) or not lengths:  # else they may be several outputs
+    if any(length != size for length in lengths) or not lengths:  # otherwise the entries may be several outputs
         return Rows(part)
     return type(part)(with_rows(x, size, False) for x in part)
 
@@ -198,10 +199,10 @@ def gather_batches(batches: list[tuple[Any, Any]], sharded: bool, on: str = "all
 def gather_nested(pieces: Iterable[tuple[Any, Any]], on: str = "all") -> list[tuple[Any, Any]] | None:
     """Return the (place, nested tensors) pairs of all ranks, on the host, in the order of their places.
 
-    Each may have a structure of its own. Every rank must reach this.
+    Each batch may have its own structure. Every rank must reach this.
 
     Args:
-        pieces: those of this rank.
+        pieces: the pairs of this rank.
         on: as in `gather_batches`.
     """
     pieces = list(pieces)
@@ -219,11 +220,11 @@ def gather_nested(pieces: Iterable[tuple[Any, Any]], on: str = "all") -> list[tu
     ]
 
 
-_HOLE = torch.empty(0)  # where a tensor comes; one object, which is sent once
+_HOLE = torch.empty(0)  # the placeholder of a tensor; one object, which is sent once
 
 
 def loader_len(dl: Any) -> int | None:
-    """The length of a loader, dataset or sampler; `None` if it has no length."""
+    """Return the length of a loader, dataset or sampler; `None` if it has no length."""
     try:
         return len(dl)
     except TypeError:

@@ -1,4 +1,4 @@
-"""Batches that are made already, cut along the dimension of their samples."""
+"""The cutting of ready-made batches along the dimension of their samples."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
@@ -14,7 +14,7 @@ from learnerkit.utils import describe, itself
 Dims = int | None | Sequence[int | None] | Mapping[str, int | None]
 """The dimension of the samples in the parts of a batch, as `DataLoaders(batch_dim=)` takes it."""
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes)  # values of the whole batch
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)  # values that belong to the whole batch
 _ADVICE = (
     "say the dimension of the samples by DataLoaders(batch_dim=...), for each part where they differ: (1, 0), or None "
     "for what belongs to the whole batch; give all parts an entry for each sample, by a collate_fn of your own; or use "
@@ -24,22 +24,22 @@ _ADVICE = (
 
 
 def even_sizes(n: int, parts: int, least: int) -> list[int]:
-    """Return the sizes of `parts` pieces of `n` samples, as even as can be; the last ones are 0 if there are too few.
+    """Return the sizes of `parts` pieces of `n` samples, as even as possible; the last ones are 0 if there are too few.
 
     Args:
-        n: samples.
-        parts: how many pieces.
-        least: samples below which no piece may fall while one piece can be given up for it.
+        n: the number of samples.
+        parts: the number of pieces.
+        least: the least size of a piece; other pieces become empty to reach it.
     """
     used = max(1, min(parts, n // least))
     return [n // used + (i < n % used) for i in range(used)] + [0] * (parts - used)
 
 
 def check_dims(dims: Any) -> None:
-    """Refuse a `batch_dim` that names no dimension.
+    """Refuse a `batch_dim` that is not a dimension.
 
     Raises:
-        ValueError: neither a number from 0 on, nor a sequence or mapping of these and `None`.
+        ValueError: it is neither a number of 0 or more, nor a sequence or mapping of such numbers and `None`.
     """
     several = dims.values() if isinstance(dims, Mapping) else dims if isinstance(dims, tuple | list) else None
     if not (_is_dim(dims) if several is None else all(d is None or _is_dim(d) for d in several)):
@@ -55,7 +55,7 @@ def _is_dim(x: Any) -> bool:
 
 
 def parted(dims: Dims, target_keys: Sequence[str], n_inputs: int, n_targets: int) -> tuple[Any, Any, int | None]:
-    """Return the parts of a `batch_dim` that are for inputs, for targets, and for predictions, as the last target's."""
+    """Return the parts of a `batch_dim` for inputs and targets, and for predictions that of the last target."""
     if isinstance(dims, Mapping):
         targets = [dims.get(key, 0) for key in target_keys]
         return [dims], targets, targets[-1] if targets else 0
@@ -67,18 +67,18 @@ def parted(dims: Dims, target_keys: Sequence[str], n_inputs: int, n_targets: int
 def map_rows(
     f: Callable[[Any, int, tuple], Any], part: Any, dims: Dims, others: Callable[[Any], Any], place: tuple = ()
 ) -> Any:
-    """Apply `f(rows, dim, place)` to what has an entry for each sample in a nested batch.
+    """Apply `f(rows, dim, place)` to the parts of a nested batch that have an entry for each sample.
 
-    These are tensors and arrays, and lists inside of the batch that hold only texts or numbers. Single numbers, texts
-    and tensors without a dimension belong to the whole batch, and stay as they are.
+    These parts are tensors and arrays, and lists inside the batch that hold only texts or numbers. Single numbers,
+    texts and tensors without a dimension belong to the whole batch, and are returned unchanged.
 
     Args:
         f: the function.
         part: the batch, or a part of it.
-        dims: where its samples are.
-        others: applied to all else that may have samples, in a way that is not known: other objects, sparse tensors,
-            and tensors without the dimension.
-        place: of the part in the batch.
+        dims: the dimension of its samples.
+        others: applied to parts whose samples cannot be located: other objects, sparse tensors, and tensors without the
+            dimension.
+        place: the place of the part in the batch.
     """
     if dims is None or isinstance(part, _PLAIN):
         return part
@@ -106,7 +106,7 @@ def _dims_at(dims: Dims, key: Any) -> Dims:
 
 
 def row_counts(batch: Any, dims: Dims, others: Callable[[Any], Any] | None = None) -> dict[tuple, int]:
-    """Return how many samples each part of a batch has, by its place; `others`: as in `map_rows`."""
+    """Return the number of samples of each part of a batch, by its place; `others`: as in `map_rows`."""
     found: dict[tuple, int] = {}
 
     def note(rows: Any, dim: int, place: tuple) -> None:
@@ -117,7 +117,7 @@ def row_counts(batch: Any, dims: Dims, others: Callable[[Any], Any] | None = Non
 
 
 def cut_rows(batch: Any, dims: Dims, start: int, stop: int) -> Any:
-    """Return the samples from `start` to `stop` of a batch; of tensors these are views."""
+    """Return the samples from `start` to `stop` of a batch; tensors are views."""
 
     def piece(rows: Any, dim: int, place: tuple) -> Any:
         return rows[start:stop] if not dim else rows[(slice(None),) * dim + (slice(start, stop),)]
@@ -131,13 +131,13 @@ def rows_first(part: Any, dims: Dims) -> Any:
 
 
 def join_rows(pieces: Sequence[Any], dim: int) -> Any:
-    """Join nested tensors of one structure along a dimension; what does not have it is taken from the first."""
+    """Join nested tensors of one structure along a dimension; parts without it are taken from the first."""
     columns = zip(*(rows_in(piece, dim) for piece in pieces), strict=True)
     return map_rows(lambda *_: torch.cat(next(columns), dim), pieces[0], dim, itself)
 
 
 def rows_in(part: Any, dims: Dims) -> list[Any]:
-    """Return what has an entry for each sample in a nested batch, in order."""
+    """Return the parts of a nested batch that have an entry for each sample, in order."""
     found: list[Any] = []
     map_rows(lambda rows, *_: found.append(rows), part, dims, itself)
     return found
@@ -147,12 +147,12 @@ class Share(NamedTuple):
     """The share of a rank in the batches of a step.
 
     Attributes:
-        place: of its batch in the order of all ranks' batches; 0 until it is known.
-        size: its samples that count; 0 for a rank that only takes part in the others' collectives; `None` where only
-            the data tell.
-        total: samples of all ranks in this step; `None` where only the data tell.
-        batch: its samples, joined or still to be joined, where they come together with these numbers; `None`: there
-            are none, or they come by themselves.
+        place: the place of its batch in the order of all ranks' batches; 0 until it is known.
+        size: the number of its samples that count; 0 for a rank that only takes part in the others' collectives; `None`
+            where only the data tell.
+        total: the number of samples of all ranks in this step; `None` where only the data tell.
+        batch: its samples, joined or still to be joined, if they come with these numbers; `None`: there are none, or
+            they come separately.
     """
 
     place: int
@@ -165,18 +165,18 @@ def cut_share(
     batch: Any, rank: int, ranks: int, dims: Dims, least: int, name: str,
     count: Callable[[Any], int | None] | None = None,
 ) -> Share:  # fmt: skip
-    """Cut a rank's share out of a batch that is made already; without samples of its own, the batch is to be emptied.
+    """Cut a rank's share out of a ready-made batch; a rank without samples gets a piece to be emptied.
 
     Args:
-        batch: of all ranks.
-        rank, ranks: whose share of how many.
-        dims: where the samples of a batch are.
+        batch: the batch of all ranks.
+        rank, ranks: the rank, and the number of ranks.
+        dims: the dimension of the samples.
         least: as in `even_sizes`.
-        name: what to call the loader in errors.
-        count: the number of samples of a batch, as `DataLoaders.count`; by default that of its rows.
+        name: the loader's name in errors.
+        count: returns the number of samples of a batch, as `DataLoaders.count`; by default its rows are counted.
 
     Raises:
-        ValueError: the parts of the batch do not have the same samples, or no known ones.
+        ValueError: the parts of the batch have different numbers of samples, or unknown ones.
     """
 
     def refuse(part: Any) -> None:

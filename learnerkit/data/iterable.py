@@ -1,4 +1,4 @@
-"""Data without an index: streams and loaders of other kinds, with their states, and reading them on from a place."""
+"""Data without an index, such as streams: their states, and how to continue reading from a position."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 class LoaderView:
-    """A loader in the place of another one, whose other attributes it has.
+    """A loader that replaces another one, and has its other attributes.
 
     Args:
-        loader: the other one.
+        loader: the loader that it replaces.
         read: returns an iterator over the batches of the view, given the other loader.
     """
 
@@ -48,16 +48,17 @@ def read_on(
     loader: Any, skip: float = 0, source: Any = None, state: Any = None, at_end: bool = False, quiet: bool = True,
     states: Any = None,
 ) -> Iterator:  # fmt: skip
-    """Iterate over a loader from a place on.
+    """Iterate over a loader from a position on.
 
     Args:
-        loader: the user's, or a copy of it.
-        skip: batches to read and drop; if infinite, nothing is read.
-        source: what has the state of the data.
-        state: its state, which makes skipping needless.
-        at_end: the state is that after an epoch. Some sources then begin the next one, others first end the last.
-        quiet: in the run without a break the loader drew nothing from the global generators here.
-        states: of the global generators when the epoch began, with which what is dropped is read.
+        loader: the user's loader, or a copy of it.
+        skip: the number of batches to read and drop; if infinite, nothing is read.
+        source: the object that has the state of the data.
+        state: the state of the source; with it no batches are skipped.
+        at_end: the state was saved after an epoch. Some sources then begin the next epoch, others first end the last
+            one.
+        quiet: an uninterrupted run would draw no number from the global generators here.
+        states: the states of the global generators at the start of the epoch, with which the dropped batches are read.
     """
     if skip == inf:
         return
@@ -65,10 +66,10 @@ def read_on(
         yield from loader
         return
     if state is not None:
-        source.load_state_dict(deepcopy(state))  # the source may go on to change what it got
+        source.load_state_dict(deepcopy(state))  # the source may change the object that it gets
     if at_end:
         before = seeds.seed_states()
-        for _ in range(2):  # once more, if the source has only ended the epoch before
+        for _ in range(2):  # a second time if the source has only ended the last epoch
             seeds.set_seed_states(before)
             with _workers_seeded_apart(loader, quiet):
                 batches = iter(loader)
@@ -82,7 +83,8 @@ def read_on(
             with _workers_seeded_apart(loader):
                 batches = iter(loader)
             deque(islice(batches, int(skip)), 0)
-            # What workers draw does not count here; without them the first batch is for the generators as they are.
+            # Draws of workers do not count here. Without workers, the first batch is read with the generators' present
+            # states.
             first = list(islice(batches, int(getattr(loader, "num_workers", 0) > 0)))
     yield from first
     yield from batches
@@ -92,10 +94,10 @@ def read_on(
 def _workers_seeded_apart(loader: Any, quiet: bool = True) -> Iterator[None]:
     """Let a loader that begins here draw its workers' seed from a copy of the global generator.
 
-    Some loaders draw it twice, or not when an iterator is made but later.
+    Some loaders draw this seed twice, or draw it later than when the iterator is made.
 
     Args:
-        quiet: else one seed is drawn from the global generator itself, as by torch's loader.
+        quiet: draw no seed from the global generator itself; otherwise one is drawn, as by torch's loader.
     """
     if not isinstance(loader, DataLoader) or loader.generator is not None:
         yield
@@ -111,12 +113,12 @@ def _workers_seeded_apart(loader: Any, quiet: bool = True) -> Iterator[None]:
 
 
 def say_read_forward(dl: Any, batches: int, advice: str = "") -> None:
-    """Warn that the data have to be read again up to their place.
+    """Warn that batches are read again up to the present position.
 
     Args:
         dl: the loader.
-        batches: how many.
-        advice: what to do; by default to give it a state.
+        batches: the number of batches.
+        advice: how to avoid this; by default, to give the data a state.
     """
     if batches and distributed.is_main():
         dataset = getattr(dl, "dataset", dl)
@@ -131,7 +133,7 @@ def say_read_forward(dl: Any, batches: int, advice: str = "") -> None:
 
 
 def source_of(dl: Any) -> Any:
-    """Return the object that has the state of an iterable dataset or of a loader of another kind, if one has."""
+    """Return the object that has the state of an iterable dataset or of another kind of loader, or `None`."""
     if isinstance(dl, DataLoader):
         if not isinstance(dl.dataset, IterableDataset):
             return None
@@ -141,19 +143,19 @@ def source_of(dl: Any) -> Any:
 
 
 class IterablePlace:
-    """The place in data without an index: the state of what gives them, or what it takes to read them again.
+    """The position in data without an index: the state of their source, or the facts needed to read them again.
 
     Attributes:
-        source: what has the state of the data, if something has one.
-        found: its state at the place, or after an epoch, until it is read from there.
-        states: of the global generators when this epoch began, on all ranks alike; data without a state are read
-            again with them.
-        stream: of the generators by which ranks read a source alike, at the place.
-        parts: of an iterable dataset: how many, and by how many workers each is read.
+        source: the object that has the state of the data, if there is one.
+        found: the state of the source at the position, or after an epoch, until it is used.
+        states: the states of the global generators at the start of this epoch, on all ranks alike; data without a state
+            are read again with them.
+        stream: the states, at the position, of the generators with which all ranks read a source alike.
+        parts: for an iterable dataset, the number of its parts, and the number of workers that read each.
         shared: the rank's loader, on several ranks.
-        own: the state of what only this rank reads.
-        again: steps that are read again up to the place.
-        length: batches that the loader says it has, on one process.
+        own: the state of the data that only this rank reads.
+        again: the number of steps that are read again up to the position.
+        length: the number of batches according to the loader, on one process.
     """
 
     states: Any = None
@@ -167,14 +169,14 @@ class IterablePlace:
         self.own: dict[str, Any] = {}
         self.parts: tuple[int, int] | None = None
         self.length: int | None = None
-        self._reads_again = False  # on one process
+        self._reads_again = False  # true only on one process
 
     def clear(self) -> None:
-        """Forget the place in the epoch before."""
+        """Forget the position in the last epoch."""
         self.states, self.stream, self.again = None, None, 0
 
     def state(self, place: "Position") -> dict[str, Any]:
-        """Return what `load` takes, and whether the epoch is over."""
+        """Return the state for `load`, which also says if the epoch is over."""
         source, over = (None, place.over) if self.source is None else self._source_state(place)
         reading = place.begun and not over
         return {
@@ -186,33 +188,33 @@ class IterablePlace:
         }
 
     def _source_state(self, place: "Position") -> tuple[Any, bool]:
-        """The state of the source, and whether it has come to the end of the epoch.
+        """Return the state of the source, and whether it has come to the end of the epoch.
 
-        Behind the last batch many sources are already where the next epoch begins.
+        After the last batch, many sources are already at the start of the next epoch.
         """
         if self.found is not None:
             return self.found, True
-        # Without workers torch's loader gives a short batch only at the end of its dataset, of which it then knows.
+        # Without workers, torch's loader gives a short batch only at the end of its dataset, so the dataset has ended.
         short = not isinstance(self.source, DataLoader) and place.lacks_samples
         last = short or place.batches >= (self.length or inf)
         return self.source.state_dict(), place.over or (place.begun and last)
 
     def begin(self, dl: Any, again: bool) -> None:
-        """Take a loader for this epoch; `again`: if it has no state, it is read again up to the place."""
+        """Set the loader of this epoch; `again`: if it has no state, it is read again up to the position."""
         self.source, self.shared, self.length = source_of(dl), None, loader_len(dl)
         self._reads_again = again and self.source is None
 
     def load(self, dl: Any, state: dict[str, Any], ranks: int) -> None:
-        """Go on from a state; to be called after `begin`.
+        """Continue from a state; called after `begin`.
 
         Raises:
-            ValueError: the epoch cannot be begun again as it was.
+            ValueError: the epoch cannot be read again as it was.
         """
         self._check(dl, state, ranks)
         self.states, self.stream, self.found, self.parts = (state[k] for k in ("states", "stream", "source", "parts"))
 
     def _check(self, dl: Any, state: dict[str, Any], ranks: int) -> None:
-        """Refuse to go on in an epoch that an iterable dataset with a state cannot begin again."""
+        """Refuse to continue in an epoch that an iterable dataset with a state cannot read again."""
         epoch = state["epoch"]
         if not epoch or not isinstance(dl, DataLoader) or not isinstance(dl.dataset, IterableDataset):
             return
@@ -232,7 +234,7 @@ class IterablePlace:
         )
 
     def _note_parts(self, now: tuple[int, int] | None, place: "Position") -> None:
-        """Note in how many parts an iterable dataset is read; refuse other ones than when the state was saved."""
+        """Store the number of parts of an iterable dataset; refuse another number than when the state was saved."""
         then, self.parts = self.parts, now
         if place.goes_on and not place.over and None is not then != now is not None:
             before, after = (f"{r} part{'s' * (r > 1)} by {w} worker{'s' * (w > 1)} each" for r, w in (then, now))
@@ -244,7 +246,7 @@ class IterablePlace:
             )
 
     def read_on(self, dl: Any, place: "Position") -> Any:
-        """Return `dl` from the place on, on one process."""
+        """Return a loader that reads `dl` from the position on, on one process."""
         self._note_parts((1, max(1, dl.num_workers)) if isinstance(dl, DataLoader) else None, place)
         if place.over:  # the next epoch needs the state
             return LoaderView(dl, partial(read_on, skip=inf))
@@ -254,19 +256,19 @@ class IterablePlace:
             return LoaderView(dl, partial(read_on, **options))
         if not place.read:
             return dl
-        if not isinstance(dl, Sequence):  # whose batches are in memory: nothing is read
+        if not isinstance(dl, Sequence):  # the batches of a sequence are in memory: nothing is read
             self.again = place.read
             say_read_forward(dl, place.read)
         return LoaderView(dl, partial(read_on, skip=place.read, states=self.states))
 
     def share(self, shared: Any, place: "Position") -> None:
-        """Have a rank's loader begin at the place."""
-        # The end of a stream is known at a short batch, or when it gives none.
+        """Let a rank's loader begin at the position."""
+        # A stream has ended after a short batch, or when it gives none.
         self.shared, self.source, self.length = shared, shared.source, None
         self._note_parts(shared.parts, place)
         own: dict[str, Any] = {}
         ended = place.over or (place.goes_on and self.own.get("ended", False))
-        if not ended:  # else the next epoch needs it
+        if not ended:  # otherwise the next epoch needs it
             own, self.own = self.own if place.goes_on else {k: self.own.get(k) for k in ("source", "left")}, {}
         if self.source is not None:
             own = {"source": None if place.over else self.found, "stream": self.stream}
@@ -274,6 +276,6 @@ class IterablePlace:
         self.again = shared.begin(inf if ended else place.read, place.first_step, own, place.goes_on)
 
     def note_start(self, loader: Any) -> None:
-        """Note the states of the global generators when reading of `loader` begins, if it may be read again."""
+        """Save the states of the global generators at the start of an epoch, if `loader` may be read again."""
         if self._reads_again and self.states is None:
             self.states = states_at_start(loader) if isinstance(loader, DataLoader) else seeds.seed_states()

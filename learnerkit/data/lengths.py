@@ -1,4 +1,4 @@
-"""Batches of samples of similar length, within a budget of padded tokens."""
+"""Batches of samples of similar length, limited by a number of padded tokens."""
 
 from collections.abc import Iterator, Sequence
 
@@ -11,27 +11,27 @@ from learnerkit.data.rows import draw_seed
 
 
 class LengthBatches(Sampler[list[int]]):
-    """A batch sampler that puts samples of similar length together: little padding, and as much work in each batch.
+    """A batch sampler that puts samples of similar length together, for little padding and batches of equal work.
 
-    Lengths are rounded up to bounds that are 8 apart, and beyond 64 an eighth apart or less. Which samples of one bound
-    come together is drawn anew in each epoch, and so is the order of the batches. How many there are, and how many
-    samples each has, stays the same. The longest batch comes first, so that memory that does not suffice is known at
-    once.
+    Lengths are rounded up to bounds that are 8 apart, and beyond 64 an eighth apart or less. In each epoch, samples of
+    one bound are drawn into batches at random, and the batches are shuffled. The number of batches and their sizes stay
+    the same. The longest batch comes first, so that a lack of memory shows at once.
 
     Args:
-        lengths: of each sample.
-        tokens: what a batch may have at most, padding included: its samples times the length of the longest. A sample
-            that is longer is a batch of its own.
-        shuffle: draw in random order; otherwise the longest come first.
-        weights: of each sample, by which as many samples as there are get drawn in random order, with replacement. The
-            draw is stratified by length: the samples lie side by side on a line, each as long as it is expected to be
-            drawn, and a point is drawn from each unit of that line (Kitagawa 1996; compared with other ways by Douc and
-            Cappé, https://arxiv.org/abs/cs/0507025). So the expected number of times is exact for each sample, and how
-            many samples each batch has stays the same, too.
-        generator: of the random order; `None`: a fit lends one, else it is seeded from torch's global generator.
+        lengths: the length of each sample.
+        tokens: the most tokens in a batch, padding included: its samples times the length of the longest. A longer
+            sample forms its own batch.
+        shuffle: draw in random order; otherwise the longest samples come first.
+        weights: the weight of each sample in a random draw with replacement, of as many samples as there are. The draw
+            is stratified by length: the samples lie side by side on a line, each as long as it is expected to be drawn,
+            and a point is drawn from each unit of that line (Kitagawa 1996; compared with other ways by Douc and Cappé,
+            https://arxiv.org/abs/cs/0507025). So the expected number of draws is exact for each sample, and the batch
+            sizes stay the same, too.
+        generator: the generator of the random order. A fit lends one if it is `None`; outside of a fit it is seeded
+            from torch's global generator.
 
     Raises:
-        ValueError: no samples, or `tokens` below 1.
+        ValueError: there are no samples, or `tokens` is below 1.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class LengthBatches(Sampler[list[int]]):
             ends = weights.double()[self._by_length].cumsum(0)
             self._ends = ends / ends[-1] * len(ends)
             first = torch.searchsorted(self._ends, torch.arange(len(ends)).double(), right=True)
-            self._bounds = self._bounds[self._by_length][first]  # from here on, of the draws
+            self._bounds = self._bounds[self._by_length][first]  # from here on, the bounds of the draws
         self._sizes: list[int] = []
         longest, start = self._bounds.sort(descending=True).values.tolist(), 0
         while start < len(longest):
@@ -75,7 +75,7 @@ class LengthBatches(Sampler[list[int]]):
         yield from (batches[turn].tolist() for turn in (0, *turns.tolist()))
 
     def in_order(self) -> list[list[int]]:
-        """Batches of all samples in the order of the dataset, within the same budget."""
+        """Return batches of all samples in the order of the dataset, within the same number of tokens."""
         batches: list[list[int]] = []
         longest = 0
         for i, length in enumerate(self.lengths.tolist()):
@@ -88,7 +88,7 @@ class LengthBatches(Sampler[list[int]]):
 
 
 def _bounds(lengths: Tensor) -> Tensor:
-    """Each length, rounded up, but not above the greatest."""
+    """Return each length, rounded up, but not above the greatest length."""
     found = np.maximum(lengths.numpy(), 1)
     step = (2 ** np.floor(np.log2(np.maximum(found - 1, 64))) / 8).astype(np.int64)
     return torch.from_numpy(np.minimum(-(-found // step) * step, found.max(initial=1)))

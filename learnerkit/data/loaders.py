@@ -37,7 +37,7 @@ from learnerkit.text import did_you_mean
 from learnerkit.utils import check_keywords, describe, suggests_keywords, warn
 
 _WITHOUT_WORKERS: dict[str, Any] = {"timeout": 0, "prefetch_factor": None, "multiprocessing_context": None}
-_READING = ("num_workers", "collate_fn", "pin_memory", "worker_init_fn", *_WITHOUT_WORKERS)  # how a loader reads
+_READING = ("num_workers", "collate_fn", "pin_memory", "worker_init_fn", *_WITHOUT_WORKERS)  # the options for reading
 _TRAIN_ONLY = ("sampler", "batch_sampler", "drop_last")
 
 
@@ -48,34 +48,34 @@ class DataLoaders:
         train: a torch `DataLoader`, or on one process any iterable of batches.
         valid: the same for validation; without it validation is skipped.
         more: further loaders, read as `dls[2]`, ...
-        device: where batches and model go; by default the accelerator of this local rank, else the CPU.
+        device: the device of batches and model; by default the accelerator of this local rank, else the CPU.
         n_inp: the number of inputs in a tuple batch; by default all entries except the last.
-        target_keys: the entries of a mapping batch that are targets. A model that makes its own loss gets them too: of
-            a mapping in any case; of a tuple if its `forward` has parameters of these names, or 'targets', in their
-            places, and if `n_inp` does not say otherwise.
+        target_keys: the entries of a mapping batch that are targets. A model that computes its own loss gets them, too:
+            from a mapping always; from a tuple if its `forward` has parameters of these names, or 'targets', at their
+            positions, and if `n_inp` does not say otherwise.
         ignore_keys: the entries of a mapping batch that are neither inputs nor targets, such as an id or a file's name;
             callbacks find them in `learn.batch`.
-        batch_size: a function of a batch that returns its number of samples. By default a batch has as many as its
-            loader has drawn, else as many as its parts have rows; the function is needed where neither is known.
-        batch_dim: the dimension of the samples in the tensors of a batch, 1 for those of time-major batches, (T, B).
-            Rows are counted there, and batches that are made already are cut there for several processes. Where it
-            differs, one for each entry of the batch: (1, 0), or {'tokens': 1, 'label': 0}; `None` is for an entry that
-            belongs to the whole batch.
-        classes: the names of the classes, where plots and tables name them; by default the training set's `classes`.
+        batch_size: a function that returns the number of samples of a batch. By default this is the number that the
+            loader has drawn, else the number of rows; the function is needed where neither is known.
+        batch_dim: the dimension of the samples in the tensors of a batch, 1 for time-major batches, (T, B). Rows are
+            counted along it, and ready-made batches are cut along it for several processes. Where it differs, give one
+            for each entry of the batch: (1, 0), or {'tokens': 1, 'label': 0}; `None` is for an entry that belongs to
+            the whole batch.
+        classes: the names of the classes for plots and tables; by default the training set's `classes`.
         decode: a function of a sample's inputs that returns what `show_batch` shows: an image, a str, or a mapping.
 
     Attributes:
-        preprocessing: what turned raw data into the datasets' inputs, as a mapping that JSON can hold, or `None`:
-            `Learner.export` stores it and `load_learner` gives it back.
-        targets: of pictures, the kind of their targets as `ImageData(targets=)` has it, or `None`.
+        preprocessing: the steps that turned raw data into the datasets' inputs, as a mapping that JSON can hold, or
+            `None`: `Learner.export` stores it and `load_learner` restores it.
+        targets: for pictures, the kind of their targets, as in `ImageData(targets=)`, or `None`.
         cbs: callbacks that every Learner with these loaders gets, such as an augmentation of its batches.
-        inputs: the names of the inputs in an exported program, each with the names of its axes behind that of the
-            batch; by default the arguments of the model's `forward`, or the keys of a mapping batch.
-        aligned: targets are in the places of their predictions, also those of a language model that shifts its labels.
+        inputs: the names of the inputs in an exported program, each with the names of its axes after that of the batch;
+            by default the arguments of the model's `forward`, or the keys of a mapping batch.
+        aligned: each target is at the position of its prediction, also for a language model that shifts its labels.
 
     Raises:
         TypeError: a loader that cannot be iterated over.
-        ValueError: `n_inp` below 1, `batch_size` that is not a function, or `batch_dim` that is no dimension.
+        ValueError: `n_inp` is below 1, `batch_size` is not a function, or `batch_dim` is not a dimension.
     """
 
     preprocessing: Mapping[str, Any] | None = None
@@ -120,8 +120,8 @@ class DataLoaders:
         self.decode, self._classes = decode, None if classes is None else list(classes)
         self._device = torch.device(device) if device is not None else None
         self._pins = False  # whether to use pinned memory on a CUDA device
-        self._said = False  # whether a doubtful number of samples was warned of
-        self._inputs: tuple[Any, CollateInputs] | None = None  # a loader, and how its inputs are joined
+        self._said = False  # whether the user was warned of a doubtful number of samples
+        self._inputs: tuple[Any, CollateInputs] | None = None  # a loader, and the collate function for its inputs
         self._twins: dict[tuple[Any, ...], tuple[Any, DataLoader[Any]]] = {}  # loaders with their copies, by id and use
 
     @classmethod
@@ -149,21 +149,21 @@ class DataLoaders:
 
         Args:
             train_ds, valid_ds, more: map-style or iterable datasets.
-            bs: samples in a training batch.
-            valid_bs: samples in a batch of the other loaders; by default `bs`.
+            bs: the number of samples in a training batch.
+            valid_bs: the number of samples in a batch of the other loaders; by default `bs`.
             shuffle: draw training samples in random order (map-style datasets).
             weights: draw training samples with replacement, as many as there are, in proportion to these weights:
-                'balanced': each class equally often; a mapping from the name of each class to the weight of its
-                samples; or one weight for each sample.
+                'balanced' draws each class equally often; a mapping gives the weight of the samples of each class by
+                its name; or give one weight for each sample.
             num_workers: worker processes of each loader; reading whole batches needs none and starts none.
             device, n_inp, target_keys, ignore_keys, batch_size, batch_dim, classes, decode: as for `DataLoaders`.
             loader_kwargs: for `torch.utils.data.DataLoader`; `sampler`, `batch_sampler` and `drop_last` are for the
                 training loader only. Pinned memory is used by default if the device is a CUDA device.
 
         Raises:
-            TypeError: tensors or arrays in the place of datasets, or a keyword that nothing takes.
-            ValueError: a training set without samples, a batch size that is no number of samples, or `weights` that
-                do not fit the training set.
+            TypeError: tensors or arrays instead of datasets, or an unknown keyword.
+            ValueError: a training set without samples, an invalid batch size, or `weights` that do not fit the training
+                set.
         """
         check_keywords(f"{cls.__name__}.from_datasets", loader_kwargs, _KEYWORDS)
         _check_datasets(train_ds, valid_ds)
@@ -210,7 +210,7 @@ class DataLoaders:
         return self._device
 
     def prefer(self, device: torch.device) -> None:
-        """Take this device, unless one was given or has been chosen."""
+        """Use this device, unless one was given or has been chosen."""
         if self._device is None:
             self._device = device
 
@@ -256,18 +256,18 @@ class DataLoaders:
         return f"{type(self).__name__}({', '.join([*parts, f'device: {device}'])})"
 
     def test_dl(self, items: Any, bs: int | None = None, **loader_kwargs: Any) -> DataLoader[Any]:
-        """A loader over inputs without targets, in their order, for `learn.get_preds(dl=...)`.
+        """Return a loader over inputs without targets, in their order, for `learn.get_preds(dl=...)`.
 
         Args:
-            items: a dataset or a sequence. Each item is as the datasets of these loaders yield their input: one value,
-                a tuple of them where there are several, or a mapping, with or without its targets.
-            bs: samples in a batch.
-            loader_kwargs: for `torch.utils.data.DataLoader`. What is not given here, `bs` too, is the validation
-                loader's, or the training loader's where there is none.
+            items: a dataset or a sequence. Each item has the form of the input of these loaders' datasets: one value, a
+                tuple if there are several, or a mapping, with or without its targets.
+            bs: the number of samples in a batch.
+            loader_kwargs: options of `torch.utils.data.DataLoader`. Missing options, and a missing `bs`, are taken from
+                the validation loader, or from the training loader if there is none.
 
         Raises:
-            TypeError: `items` that cannot be indexed.
-            ValueError: while it is read, if the `collate_fn` of that loader needs targets.
+            TypeError: `items` cannot be indexed.
+            ValueError: while the loader is read, if the `collate_fn` of the original loader needs targets.
         """
         if not isinstance(items, IterableDataset) and (
             isinstance(items, Mapping | str) or not hasattr(items, "__getitem__")
@@ -279,7 +279,7 @@ class DataLoaders:
         like: Any = self.train if self.valid is None else self.valid
         kwargs, size = loader_kwargs, None
         if isinstance(like, DataLoader):
-            _ = self.device  # sets pin_memory
+            _ = self.device  # this sets pin_memory
             kwargs = {name: getattr(like, name) for name in _READING} | loader_kwargs
             if not kwargs["num_workers"]:
                 kwargs |= {name: value for name, value in _WITHOUT_WORKERS.items() if name not in loader_kwargs}
@@ -287,16 +287,16 @@ class DataLoaders:
             if "collate_fn" not in loader_kwargs:
                 kwargs["collate_fn"] = self._joins_inputs(like)
                 if kwargs["collate_fn"] is default_collate and type(items) is Tensor:
-                    items = TensorDataset(items)  # which is read in whole batches
+                    items = TensorDataset(items)  # it is read in whole batches
         dl = RowsLoader(items, batch_size=bs or size or 64, **kwargs)
         dl.only_inputs = True
         return dl
 
     def input_batch(self, *items: Any) -> tuple[Any, Any]:
-        """Return a batch of some inputs, as `test_dl` gives it, and its loader, or what stands for it.
+        """Return a batch of some inputs, as `test_dl` gives it, and its loader or `ONLY_INPUTS` in its place.
 
-        No random stream moves. A loader is made only for a class with a `test_dl` and no `input_batch` of its own: it
-        would take longer than a small model.
+        No random stream moves. A loader is made only for a class that overrides `test_dl` and not `input_batch`: making
+        one takes longer than running a small model.
         """
         if type(self).test_dl is DataLoaders.test_dl:
             return self._joins_inputs(self.train if self.valid is None else self.valid)([*items]), ONLY_INPUTS
@@ -305,7 +305,7 @@ class DataLoaders:
         return next(iter(dl)), dl
 
     def _joins_inputs(self, like: Any) -> Callable[[list[Any]], Any]:
-        "How a loader joins samples, for inputs alone; one whose dataset makes the batches itself joins none."
+        """Return the function that collates a loader's inputs without targets; the default one if it collates none."""
         collate = like.collate_fn if getattr(like, "batch_sampler", None) is not None else default_collate
         if not isinstance(like, DataLoader) or collate is default_collate:
             return default_collate
@@ -314,7 +314,7 @@ class DataLoaders:
         return self._inputs[1]
 
     def one_batch(self) -> Any:
-        """The first batch of the training loader, on the device."""
+        """Return the first batch of the training loader, on the device."""
         return to_device(first_batch(self.train), self.device)
 
     @property
@@ -328,36 +328,36 @@ class DataLoaders:
 
     @property
     def class_counts(self) -> dict[Any, int] | None:
-        """How many training samples each class has, by its name, or by its number where `classes` has no names.
+        """The number of training samples of each class, by its name, or by its index where `classes` has no names.
 
-        No sample is read; it is `None` where the training set does not list its targets, or they are no classes.
+        No sample is read. The value is `None` if the training set does not list its targets, or they are not classes.
         """
         labels = labels_of(self.train_ds)
         return None if labels is None else count_classes(labels, self.classes)
 
     @property
     def target_names(self) -> Sequence[Any] | Callable[[Tensor], str] | None:
-        """By what plots and tables name targets and decoded predictions: `classes`, or a function of one of them."""
+        """The names of targets and decoded predictions in plots and tables: `classes`, or a function of one of them."""
         return self.classes
 
     @suggests_keywords
     def show_batch(self, n: int = 9, ds_idx: int = 0) -> Any:
-        """Show samples of the first batch of a loader, as it gives them, with their targets.
+        """Show samples of the first batch of a loader, with their targets.
 
-        Images are tensors or arrays of shape (C, H, W), (H, W, C) or (H, W), or PIL's; of those that are normalised the
-        range is made 0 to 1. Anything else becomes a row of a table: text, a mapping with a value for each column, a
-        vector; `decode` makes text of token numbers.
+        Images are tensors or arrays of shape (C, H, W), (H, W, C) or (H, W), or PIL's; normalised images are rescaled
+        to the range 0 to 1. Anything else becomes a row of a table: text, a mapping with a value for each column, a
+        vector; `decode` turns token ids into text.
 
         Args:
-            n: how many samples.
-            ds_idx: which of the loaders.
+            n: the number of samples.
+            ds_idx: the index of the loader.
 
         Returns:
             A matplotlib figure or a table, which a notebook displays if it is the value of a cell (or by `display`);
             `None` on ranks other than 0.
 
         Raises:
-            ImportError: images, and matplotlib is not installed.
+            ImportError: the samples are images, and matplotlib is not installed.
             ValueError: the loader can be read only once.
         """
         if not distributed.is_main():
@@ -369,20 +369,20 @@ class DataLoaders:
         return show(self, [x for x, _ in samples], targets)
 
     def twin(self, dl: Any, training: bool, always: bool = False) -> Any:
-        """Return `dl`, or a copy to read in its place.
+        """Return `dl`, or an instrumented copy of it to be read instead.
 
-        The copy has a `SampleStream`, which tells how many samples a batch sampler of the user's own draws, and seeds
-        those who fetch them. It is kept, with its persistent workers, for as long as `dl` is one of these loaders.
+        The copy has a `SampleStream`, which counts the samples that the user's own batch sampler draws, and seeds the
+        loader's workers. It is kept, with its persistent workers, as long as `dl` is one of these loaders.
 
         Args:
-            training: what for; a loader may be read for both at a time.
-            always: make one in any case.
+            training: the copy is for training; a loader may be read for training and evaluation at the same time.
+            always: return a copy in any case.
         """
         if not isinstance(dl, DataLoader) or stream_of(dl) is not None:
             return dl
         indexed = not isinstance(dl.dataset, IterableDataset)
         if not indexed and callable(getattr(dl, "state_dict", None)):
-            return dl  # its workers report their state in a way of their own
+            return dl  # its workers report their state in their own way
         counts = indexed and dl.batch_sampler is not None and not _drawn_by(dl)[1]
         per_sample = torch.are_deterministic_algorithms_enabled() and indexed and not getattr(dl, "reads_rows", False)
         if not (counts or draws_globally(dl) or per_sample or always or starts_workers(dl)):
@@ -395,7 +395,7 @@ class DataLoaders:
             found = with_batches(dl, dataset=dataset, **replaced_sampler(dl))
             if self._owns(dl):
                 self._twins[key] = dl, found
-        if per_sample or starts_workers(dl):  # anew, as this process may handle signals by now
+        if per_sample or starts_workers(dl):  # set again, as this process may handle signals by now
             found.worker_init_fn = partial(begin_worker, dl.worker_init_fn, per_sample, handles_signals())
         return found
 
@@ -407,30 +407,30 @@ class DataLoaders:
         return any(dl is known for known in self.loaders)
 
     def row_sizes(self, batch: Any) -> set[int]:
-        """The numbers of rows that all parts of a batch agree on; several, or none, if the parts do not tell."""
+        """Return the numbers of rows that agree with all parts of a batch; several or none if the parts do not tell."""
         return likely_sizes(batch) if self.batch_dim == 0 else set(row_counts(batch, self.batch_dim).values())
 
     def count(self, batch: Any) -> int | None:
-        """The samples of a batch that no loader has drawn; `None` if it is not known."""
+        """Return the number of samples of a batch that no loader has drawn; `None` if it is not known."""
         if self.batch_size is not None:
             return _checked_count(self.batch_size(batch))
         found = self.row_sizes(batch)
         return found.pop() if len(found) == 1 else None
 
     def dims_of(self, xb: tuple[Any, ...], yb: tuple[Any, ...]) -> tuple[Any, Any, int | None]:
-        """Return the parts of `batch_dim` that are for these inputs, for these targets, and for predictions."""
+        """Return the parts of `batch_dim` for these inputs, for these targets, and for predictions."""
         return parted(self.batch_dim, self.target_keys, len(xb), len(yb))
 
     def rows_of_pass(self, xb: tuple[Any, ...], yb: tuple[Any, ...], others: Callable[[Any], Any]) -> set[int]:
-        """Return the numbers of rows that parts of inputs and targets have; `others`: as in `map_rows`."""
+        """Return the numbers of rows of the parts of inputs and targets; `others`: as in `map_rows`."""
         inputs, targets, _ = self.dims_of(xb, yb)
         return {*row_counts(xb, inputs, others).values(), *row_counts(yb, targets, others).values()}
 
     def samples_first(self, pred: Any, xb: tuple[Any, ...], yb: tuple[Any, ...], n: int) -> tuple[Any, Any, Any]:
-        """Return predictions, inputs and targets of a batch of `n` samples with these in the first dimension.
+        """Return predictions, inputs and targets of a batch of `n` samples with the samples in the first dimension.
 
         Raises:
-            ValueError: the predictions do not have their samples in the dimension where the last target has them.
+            ValueError: the predictions do not have their samples in the dimension of the last target's.
         """
         inputs, targets, dim = self.dims_of(xb, yb)
         if {*row_counts(pred, dim).values()} != {n}:
@@ -446,12 +446,12 @@ class DataLoaders:
         """Split a batch into (xb, yb): inputs and targets.
 
         Args:
-            batch: a tuple or list, a mapping, or anything else, which is the only input.
-            arguments: of a model that makes its own loss, the names of what it takes by position: the targets that it
-                takes stay among the inputs, too.
+            batch: a tuple or list, a mapping, or any other object, which is the only input.
+            arguments: for a model that computes its own loss, the names of its positional arguments: targets among them
+                are inputs, too.
 
         Raises:
-            ValueError: a tuple batch that is empty or shorter than `n_inp`.
+            ValueError: the batch is an empty tuple, or shorter than `n_inp`.
         """
         if isinstance(batch, tuple | list):
             cut = self.n_inp or max(1, len(batch) - 1)
@@ -466,7 +466,7 @@ class DataLoaders:
         return (batch,), ()
 
     def takes_targets(self, arguments: Sequence[str] | None, cut: int, end: int) -> bool:
-        """Tell whether the entries from `cut` to `end` of a tuple batch are targets that the model takes."""
+        """Tell whether the model takes the entries from `cut` to `end` of a tuple batch as targets."""
         if arguments is None or self.n_inp is not None:
             return False
         names = arguments[cut:end]
@@ -474,7 +474,7 @@ class DataLoaders:
 
 
 def unknown_keys(dls: DataLoaders, batch: Any) -> str:
-    """Say in brackets which of `target_keys` and `ignore_keys` a mapping batch does not have; '' if there are none."""
+    """Return a text that names the `target_keys` and `ignore_keys` that a mapping batch lacks; '' if it lacks none."""
     given = {"target_keys": dls.target_keys, "ignore_keys": dls.ignore_keys} if isinstance(batch, Mapping) else {}
     return "".join(
         f" (the batch has no {name!r}, which {which}= names{did_you_mean(str(name), batch)})"
@@ -488,11 +488,11 @@ class Unpacker:
     """Moves each batch of a loader to the device, splits it into inputs and targets, and counts its samples.
 
     Args:
-        dls: say how a batch is split and, perhaps, counted.
+        dls: decides how a batch is split and, perhaps, counted.
         dl: the loader, as it is read.
-        device: where batches go.
+        device: the device of the batches.
         arguments: as in `DataLoaders.split`.
-        sharded: several ranks read a part each, so that a likely count is not enough.
+        sharded: several ranks read a part each, so that a guessed count is not enough.
 
     Attributes:
         dl: the loader to read.
@@ -505,21 +505,21 @@ class Unpacker:
         self.dl = dl
         self._stream = None if sharded else stream_of(dl)
         self._size, self._total = _drawn_by(dl) if self._stream is None and not sharded else (0, 0)
-        self._shares: Any = None  # of the stream, as it is read
+        self._shares: Any = None  # the shares of the stream, as it is read
         self._only_inputs = getattr(getattr(dl, "loader", dl), "only_inputs", False)
         plain = dls.batch_dim == 0 and not self._only_inputs and not dls.takes_targets(arguments, 1, 2)
-        usual = type(dls).split is DataLoaders.split  # a subclass may change what it splits
+        usual = type(dls).split is DataLoaders.split  # a subclass may override it
         self._pairs = plain and usual and dls.n_inp in (None, 1) and dls.batch_size is None
-        self._places: list[tuple[Any, ...]] = []  # where the lengths of a full batch are its number of samples
+        self._places: list[tuple[Any, ...]] = []  # the parts whose length is the number of samples in a full batch
 
     def __call__(self, batch: Any, index: int) -> tuple[Any, tuple[Any, ...], tuple[Any, ...], int]:
-        """Return (batch on the device, inputs, targets, number of samples) of the loader's batch number `index`.
+        """Return (batch on the device, inputs, targets, number of samples) of the loader's batch of index `index`.
 
         Raises:
-            ValueError: on several ranks, if nothing tells the number of samples.
+            ValueError: on several ranks, if the number of samples is unknown.
         """
         drawn = self.dl.share.size if self.sharded else self._drawn(index)
-        # This runs at every step, so the usual batch, a pair of tensors on the device already, gets a fast path.
+        # This runs at every step, so the usual batch, a pair of tensors already on the device, gets a fast path.
         if self._pairs and type(batch) in (tuple, list) and len(batch) == 2:
             x, y = batch
             if type(x) is type(y) is Tensor and x.device == self.device == y.device and x.ndim:
@@ -538,16 +538,16 @@ class Unpacker:
         return batch, *self.dls.split(batch, self.arguments)
 
     def _drawn(self, index: int) -> int | None:
-        "The samples that a loader on one process has drawn for a batch, if it knows."
+        """Return the number of samples that a loader on one process has drawn for a batch, if it is known."""
         if self._stream is None:
             left = self._total - index * self._size
             return min(self._size, left) if left > 0 else None
-        if self._shares is None:  # a reading in the middle of this one has others
+        if self._shares is None:  # a nested reading has its own shares
             self._shares = self._stream.shares
         return self._shares.popleft().size if self._shares else None
 
     def _count(self, batch: Any, drawn: int | None) -> int:
-        "The samples of a batch, of which the loader has drawn so many, if it knows."
+        """Return the number of samples of a batch; `drawn` is the number that the loader has drawn, if it is known."""
         if drawn == 0:  # a rank without data has an empty batch
             return 0
         if self.dls.batch_size is not None:
@@ -558,7 +558,7 @@ class Unpacker:
             and isinstance(batch, tuple | list)
             and all(type(t) is Tensor and t.shape[:1] == (drawn,) for t in batch)
         ):
-            return drawn  # as below, in less time
+            return drawn  # the same result as below, in less time
         likely = self.dls.row_sizes(batch)
         if drawn in likely or (drawn is not None and len(likely) != 1):
             return drawn
@@ -574,7 +574,7 @@ class Unpacker:
         return rows
 
     def _infer(self, batch: Any) -> int:
-        "The samples of a batch whose parts have several lengths, by those of a full one."
+        """Guess the number of samples of a batch whose parts have several lengths, by comparison with a full batch."""
         dims = self.dls.batch_dim
         found = dict(lengths_in(batch)) if dims == 0 else row_counts(batch, dims)
         if not self._places:
@@ -582,7 +582,7 @@ class Unpacker:
             self._places = [place for place, length in found.items() if length == size]
         here = [found[place] for place in self._places if place in found]
         if here:
-            return min(here)  # in the last batch, what all samples share may be as long as a full one
+            return min(here)  # in the last batch, a part shared by all samples may be as long as a full batch
         lengths = ", ".join(f"{'.'.join(map(str, place))}: {length}" for place, length in found.items())
         message = (
             "it is not known how many samples a batch has, as its parts have different lengths or none "
@@ -595,18 +595,18 @@ class Unpacker:
         return guess
 
     def _say(self, message: str) -> None:
-        "Warn, once for these loaders; the numbers in the message may change."
+        """Warn once for these loaders, even if the numbers in the message change."""
         if distributed.is_main() and not self.dls._said:
             self.dls._said = True
             warn(message)
 
 
 class CollateInputs:
-    """A collate function that was made for samples with targets, for inputs alone.
+    """A collate function for inputs alone, made from one for samples with targets.
 
     Args:
         collate: the function.
-        as_tuples: samples are tuples, so an input becomes one.
+        as_tuples: samples are tuples, so each input is wrapped in one.
     """
 
     def __init__(self, collate: Callable[[list[Any]], Any], as_tuples: bool) -> None:
@@ -625,7 +625,7 @@ class CollateInputs:
 
 
 def _yields_tuples(dl: DataLoader[Any]) -> bool:
-    """Tell by its first sample whether a loader's dataset yields tuples."""
+    """Tell from its first sample whether a loader's dataset yields tuples."""
     if isinstance(dl.dataset, IterableDataset):
         return False
     with keep_seeds():
@@ -633,13 +633,13 @@ def _yields_tuples(dl: DataLoader[Any]) -> bool:
 
 
 ONLY_INPUTS = SimpleNamespace(only_inputs=True)
-"""Stands for the loader of a batch without targets, which has been made without one."""
+"""A stand-in for the loader of a batch without targets that was made without a loader."""
 
 _ADVICE = "give DataLoaders(..., batch_size=lambda batch: ...), a function that counts the samples of a batch"
 
 
 def _drawn_by(dl: Any) -> tuple[int, int]:
-    """Return the samples of a full batch and of all batches, if a loader on one process draws them by indices."""
+    """Return the numbers of samples in a full batch and in all batches; (0, 0) if a loader does not draw by index."""
     if not isinstance(dl, DataLoader) or isinstance(dl.dataset, IterableDataset):
         return 0, 0
     batches: Any = dl.batch_sampler
@@ -657,15 +657,15 @@ _KEYWORDS = [*signature(DataLoaders.from_datasets).parameters, *signature(DataLo
 
 
 def _class_names(ds: Any, given: Iterable[Any] | None) -> list[Any] | None:
-    "The names of the classes: those given, else `classes` of a dataset, or of what it is made of."
+    """Return the names of the classes: the given ones, else `classes` of a dataset, or of the dataset inside it."""
     while given is None and ds is not None:
-        given, parts = getattr(ds, "classes", None), getattr(ds, "datasets", None)  # of a ConcatDataset
-        ds = parts[0] if parts else getattr(ds, "dataset", None)  # of a Subset
+        given, parts = getattr(ds, "classes", None), getattr(ds, "datasets", None)  # a ConcatDataset has `datasets`
+        ds = parts[0] if parts else getattr(ds, "dataset", None)  # a Subset has `dataset`
     return None if given is None else list(given)
 
 
 def _check_datasets(train_ds: Any, valid_ds: Any) -> None:
-    """Refuse tensors or arrays that are no datasets, but inputs and targets, and a training set without samples."""
+    """Refuse an empty training set, and tensors or arrays that are inputs and targets instead of datasets."""
     if all(hasattr(ds, "__array__") for ds in (train_ds, valid_ds)):
         raise TypeError(
             f"got {describe(train_ds)} as the training set and {describe(valid_ds)} as the validation set; inputs and "
@@ -692,7 +692,7 @@ def _check_loader(dl: Any, i: int) -> None:
 
 
 def _described(dl: Iterable[Any]) -> str:
-    """The number of samples and batches of a loader, as far as they are known, or its class."""
+    """Describe a loader by its numbers of samples and batches, if they are known, or else by its class."""
     samples, batches = loader_len(getattr(dl, "dataset", None)), loader_len(dl)
     size = getattr(dl, "batch_size", None)
     parts = [

@@ -23,26 +23,26 @@ HOST = torch.device("cpu")
 def epoch_seed(start: Tensor, epoch: int) -> int:
     """Return the seed for the sample order of an epoch (counted from 0) of a fit.
 
-    It is the one that torch's own loader would draw from the global generator if nothing else had used the generator
+    This is the seed that torch's own loader would draw from the global generator if nothing else had used the generator
     since the fit began. So the order is that of a plain torch loop with the same seed, and dropout, augmentation,
     validation and the number of ranks do not change it.
 
     Args:
         start: the generator's state when the fit began.
-        epoch: which one.
+        epoch: the index of the epoch.
     """
     generator = torch.Generator()
     generator.set_state(start)
-    # Of the two draws of each epoch the first is the one that torch's loader makes for its workers.
+    # Each epoch makes two draws; torch's loader makes the first of them for its workers.
     return int(torch.empty(2 * epoch + 2, dtype=torch.int64).random_(generator=generator)[-1])
 
 
 def samplers_of(dl: Any) -> list:
-    """The sampler objects behind a loader, from the batch sampler inwards."""
+    """Return the sampler objects behind a loader, from the batch sampler inwards."""
     samplers: list[Any] = []
     inner = dl
     while True:
-        # Compared with None, because the truth of a sampler is its length, which it may not have.
+        # A sampler is compared with None, because its truth is its length, which it may not have.
         parts = [getattr(inner, name, None) for name in ("batch_sampler", "sampler")]
         inner = next((part for part in parts if part is not None), None)
         if inner is None or any(inner is s for s in samplers):
@@ -59,9 +59,9 @@ def has_state(x: Any) -> bool:
 
 
 def order_sources(dl: Any) -> list[Any]:
-    """Return what decides the order of a loader's next epoch: generators that it and its samplers hold, and samplers.
+    """Return the objects that decide the order of a loader's next epoch.
 
-    Of the samplers these are the ones with a state.
+    These are the generators that the loader and its samplers hold, and the samplers that have a state.
     """
     samplers = samplers_of(dl)
     held = [getattr(dl, "generator", None), *(x for s in samplers for x in getattr(s, "__dict__", {}).values())]
@@ -70,15 +70,15 @@ def order_sources(dl: Any) -> list[Any]:
 
 
 def states_of(sources: Sequence[Any]) -> list[Any]:
-    """The states of `order_sources`, which `put_states` takes."""
+    """Return the states of `order_sources`, for `put_states`."""
     return [generator_state(x) if isinstance(x, GENERATORS) else deepcopy(x.state_dict()) for x in sources]
 
 
 def put_states(sources: Sequence[Any], states: Sequence[Any]) -> None:
-    """Go on from the states of `states_of`.
+    """Restore the states that `states_of` returned.
 
     Raises:
-        ValueError: they are of a loader with other generators or samplers.
+        ValueError: the states are of a loader with other generators or samplers.
     """
     if len(sources) != len(states):
         raise ValueError(
@@ -93,16 +93,16 @@ def put_states(sources: Sequence[Any], states: Sequence[Any]) -> None:
 
 
 def generator_state(generator: Any) -> Any:
-    """The state of a random generator, one of `GENERATORS`."""
+    """Return the state of a random generator, one of `GENERATORS`."""
     if isinstance(generator, random.Random):
         return generator.getstate()
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
-    return generator.get_state()  # torch's and numpy's old one
+    return generator.get_state()  # torch's generator, or numpy's legacy one
 
 
 def set_generator_state(generator: Any, state: Any) -> None:
-    """Put a random generator into a state of `generator_state`."""
+    """Set the state of a random generator to one that `generator_state` returned."""
     if isinstance(generator, random.Random):
         generator.setstate(state)
     elif isinstance(generator, np.random.Generator):
@@ -112,10 +112,10 @@ def set_generator_state(generator: Any, state: Any) -> None:
 
 
 def states_at_start(dl: Any) -> tuple:
-    """The states that the global generators will have when the samplers of `dl` draw, if an epoch begins now."""
+    """Return the states that the global generators will have when the samplers of `dl` draw, if an epoch begins now."""
     with keep_seeds():
         if getattr(dl, "generator", None) is None:
-            draw_seed()  # torch's loader first draws one for its workers
+            draw_seed()  # torch's loader first draws a seed for its workers
         return seeds.seed_states()
 
 
@@ -139,10 +139,10 @@ def keep_seeds(dl: Any = None, device: torch.device = HOST) -> Iterator[None]:
 
 
 def first_batch(dl: Any) -> Any:
-    """The first batch of a loader, read in this process and without moving a random stream.
+    """Return the first batch of a loader, read in this process and without moving a random stream.
 
     Raises:
-        ValueError: an iterator, which could not give the batch again, or a loader that has none.
+        ValueError: the loader is an iterator, which cannot give the batch again, or it has no batch.
     """
     if hasattr(dl, "__next__"):
         raise ValueError(
@@ -150,7 +150,7 @@ def first_batch(dl: Any) -> Any:
             "would be lost for training; pass a list, a DataLoader or a class with __iter__"
         )
     read = dl
-    if isinstance(dl, DataLoader):  # for one batch no workers need to start
+    if isinstance(dl, DataLoader):  # one batch needs no workers
         read = with_batches(dl, num_workers=0, timeout=0, persistent_workers=False)
     with keep_seeds(read):
         for batch in read:
@@ -159,7 +159,7 @@ def first_batch(dl: Any) -> Any:
 
 
 def why_empty(dl: Any) -> str:
-    """Say why a loader gives no batch, to be put behind 'is empty'."""
+    """Return the reason why a loader gives no batch, as a text to follow 'is empty'."""
     if hasattr(dl, "why_empty"):
         return f": {dl.why_empty}"
     size, bs = loader_len(getattr(dl, "dataset", None)), getattr(dl, "batch_size", None)
@@ -176,7 +176,8 @@ def in_order(dl: Any, name: str) -> Any:
     """
     if not isinstance(dl, DataLoader) or isinstance(dl.dataset, IterableDataset):
         return dl
-    sampler: SequentialSampler = SequentialSampler(dl.dataset)  # type: ignore[arg-type]  # of any with a length
+    # Any object with a length will do.
+    sampler: SequentialSampler = SequentialSampler(dl.dataset)  # type: ignore[arg-type]
     if dl.batch_sampler is None:
         if type(dl.sampler) in (SequentialSampler, RandomSampler):
             return with_batches(dl, sampler=sampler)
@@ -192,8 +193,8 @@ def in_order(dl: Any, name: str) -> Any:
 
 
 def with_batches(dl: DataLoader, **samplers: Any) -> DataLoader:
-    """Return a copy of `dl` with another `sampler` or `batch_sampler`; everything else, of a subclass too, is kept."""
+    """Return a copy of `dl`, of the same class, with another `sampler` or `batch_sampler`."""
     twin = DataLoader.__new__(type(dl))
-    # Not by assignment, which torch's loader forbids to protect a loader in use.
+    # Assignment would fail, as torch's loader forbids it to protect a loader in use.
     twin.__dict__.update(loader_attributes(dl) | samplers)
     return twin

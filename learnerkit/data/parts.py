@@ -1,4 +1,4 @@
-"""The rows of a data set that are kept for validation."""
+"""The split of a dataset's rows into training and validation."""
 
 from typing import Any
 
@@ -10,13 +10,13 @@ def held_out(valid: Any, groups: Any, seed: int) -> np.ndarray:
     """Return a mask of the rows to validate on.
 
     Args:
-        valid: a share between 0 and 1, drawn at random from each group by itself; a mask; a list of row numbers; or
-            `None` for nothing.
-        groups: of each row, such as its class; one row of a group at least is left to train on.
-        seed: of the draw.
+        valid: a share between 0 and 1, drawn at random from each group separately; a mask; a list of row indices; or
+            `None` for no rows.
+        groups: the group of each row, such as its class; at least one row of a group is left to train on.
+        seed: the seed of the draw.
 
     Raises:
-        ValueError: another `valid`, or one that leaves nothing to train or to validate on.
+        ValueError: another `valid`, or one that leaves no row to train on or to validate on.
     """
     groups = np.asarray(groups)
     n = len(groups)

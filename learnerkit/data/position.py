@@ -1,4 +1,4 @@
-"""The place in the training data that a fit has come to."""
+"""The position in the training data that a fit has reached."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -19,33 +19,33 @@ if TYPE_CHECKING:
 
 
 class Position:
-    """The place in the training data that a fit has come to.
+    """The position in the training data that a fit has reached.
 
-    What training has not seen does not count, such as what loader workers have fetched ahead. The order of an epoch is
-    a function of its seed, and of the states of generators and samplers at its start. These are kept, and up to the
-    place the order is drawn again, without loading a sample. Data without an index have an `IterablePlace`.
+    Batches that loader workers have fetched ahead do not count until training has seen them. The order of an epoch is a
+    function of its seed, and of the states of generators and samplers at its start. These are kept, and the order is
+    drawn again up to the position, without loading a sample. Data without an index have an `IterablePlace`.
 
     Attributes:
         order: the state of torch's global generator when the fit began, which decides the epochs' sample order.
         epoch: the epoch, or after its end the next one.
-        steps: batches of this epoch that training has read on this rank.
-        samples: samples of this epoch that it has read, on all ranks together.
+        steps: the number of batches of this epoch that training has read on this rank.
+        samples: the number of samples of this epoch that training has read, on all ranks together.
         over: training of this epoch has ended, perhaps by a cancel.
         begun: training of this epoch has begun.
-        goes_on: it began in another process or an earlier fit, and is read on from there.
-        read: batches of the user's loader that were read there, on all ranks together.
-        first_step: the first of this epoch's steps in this process.
-        data: the place in data without an index.
+        goes_on: this epoch began in another process or an earlier fit, and is continued.
+        read: the number of batches of the user's loader that were read there, on all ranks together.
+        first_step: the first step of this epoch in this process.
+        data: the position in data without an index.
     """
 
     def __init__(self) -> None:
         self.order = torch.get_rng_state()
         self.data = IterablePlace()
-        self._loaded: dict[str, Any] | None = None  # a state, until its epoch begins
-        self._per_step = 1  # batches of the user's loader in a step of all ranks
-        self._total: int | None = None  # batches of the user's loader in an epoch
+        self._loaded: dict[str, Any] | None = None  # a loaded state, until its epoch begins
+        self._per_step = 1  # the number of batches of the user's loader in a step of all ranks
+        self._total: int | None = None  # the number of batches of the user's loader in an epoch
         self._batch_size: int | None = None
-        self._order_sources: list[Any] | None = None  # of the user's loader
+        self._order_sources: list[Any] | None = None  # the order sources of the user's loader
         self._start: list[Any] = []  # their states when the index stream of this epoch began
         self._begin_epoch(0)
 
@@ -57,23 +57,23 @@ class Position:
 
     @property
     def batches(self) -> int:
-        """Batches of the user's loader that training has read in this epoch, on all ranks together."""
+        """The number of batches of the user's loader that training has read in this epoch, on all ranks together."""
         found = self.read + max(0, self.steps - self.first_step) * self._per_step
         return found if self._total is None or self._per_step == 1 else min(found, max(self.read, self._total))
 
     @property
     def stage(self) -> str:
-        """Where in a fit it is: 'train', in an epoch's training; 'trained', after it; 'epoch', between two epochs."""
+        """The stage of the fit: 'train', in an epoch's training; 'trained', after it; 'epoch', between two epochs."""
         return "trained" if self.over else "train" if self.begun else "epoch"
 
     def seed(self, *use: Any) -> int:
-        """The seed of this epoch's sample order; with arguments, the one for another use."""
+        """Return the seed of this epoch's sample order; with arguments, the seed for another use."""
         seed = epoch_seed(self.order, self.epoch)
         return seeds.mixed_seed(seed, *use) if use else seed
 
     def of_all_ranks(self, learn: "Learner") -> int:
-        """The samples of all ranks in the batch; where only the data tell, those of a full one."""
-        share = getattr(learn.dl, "share", None)  # a loader that is no rank's has none
+        """Return the number of samples of all ranks in the batch; where only the data tell, that of a full batch."""
+        share = getattr(learn.dl, "share", None)  # only a rank's loader has a share
         if share is None:
             return learn.batch_size
         total = share.total
@@ -81,19 +81,19 @@ class Position:
 
     @property
     def lacks_samples(self) -> bool:
-        """A batch that was read was not a full one."""
+        """A flag that is True if a batch that was read was not full."""
         return self.samples < self.batches * (self._batch_size or 1)
 
     def end_epoch(self) -> None:
-        """Take note that the next epoch follows."""
+        """Move to the start of the next epoch."""
         self._begin_epoch(self.epoch + 1)
 
     # Saving and restoring
 
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` takes: plain values, tensors and random states; alike on every rank.
+        """Return the state for `load_state_dict`: plain values, tensors and random states, the same on every rank.
 
-        Valid after a step, after training and after an epoch.
+        It is valid after a step, after training and after an epoch.
         """
         if self._loaded is not None:
             return self._loaded
@@ -111,46 +111,46 @@ class Position:
         }
 
     def own_state_dict(self) -> dict[str, Any]:
-        """What `load_own_state_dict` takes: the part of the state that is this rank's alone."""
+        """Return the state for `load_own_state_dict`: the part of the state that is this rank's alone."""
         return self.data.own or getattr(self.data.shared, "own_state", {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Have the epoch of the state begin behind what was read of it; called before it begins."""
+        """Continue the epoch of the state after the batches that were read of it; called before it begins."""
         self._begin_epoch(state["epoch"])
         self._loaded, self.order = state, state["order"]
         self.read, self.samples, self.over = state["batches"], state["samples"], state["over"]
 
     def load_own_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Take what `own_state_dict` returned on this rank."""
+        """Restore the state that `own_state_dict` returned on this rank."""
         self.data.own = state or {}
 
     @property
     def is_unread(self) -> bool:
-        """The data of the epoch were read in another process, so what has their state is not at their end."""
+        """A flag that is True if another process has read the epoch's data, so that their source is not at its end."""
         return self.data.found is not None or bool(self.data.own)
 
     def follow(self, state: dict[str, Any], own: dict[str, Any]) -> None:
-        """Go on behind an earlier fit.
+        """Continue after an earlier fit.
 
         Args:
-            state: what `state_dict` returned at its end.
-            own: what `own_state_dict` returned then on this rank.
+            state: the result of `state_dict` at its end.
+            own: the result of `own_state_dict` at its end, on this rank.
         """
         self.data.found, self.data.own = state["source"], own
 
     # Reading an epoch
 
     def begin(self, dl: Any, epoch: int, dls: "DataLoaders", ranks: int) -> Any:
-        """Return what to read as the training loader in this epoch.
+        """Return the training loader to read in this epoch.
 
         Args:
             dl: the user's loader, or a copy of it.
-            epoch: which one.
-            dls: keep copies of loaders.
-            ranks: how many share the data.
+            epoch: the index of the epoch.
+            dls: the `DataLoaders`, which keep copies of loaders.
+            ranks: the number of ranks that share the data.
 
         Raises:
-            ValueError: a state of other data.
+            ValueError: the state is that of other data.
         """
         state, self._loaded = self._loaded, None
         self._begin_epoch(epoch)
@@ -158,7 +158,7 @@ class Position:
         indexed = isinstance(dl, DataLoader) and not isinstance(dl.dataset, IterableDataset)
         self._total = loader_len(dl) if indexed or isinstance(dl, Sequence) else None
         self._batch_size = getattr(dl, "batch_size", None)
-        self._order_sources = order_sources(dl)  # before samplers are lent generators
+        self._order_sources = order_sources(dl)  # taken before samplers are lent generators
         self.data.begin(dl, again=not indexed and ranks == 1)
         if state is not None and state["epoch"] == epoch:
             self._go_on(dl, state, ranks)
@@ -174,7 +174,7 @@ class Position:
         self.steps = self.first_step = max(self.read, self.over)
         self.goes_on = bool(self.read or self.over or state["begun"])
         self.data.load(dl, state, ranks)
-        if state["samplers"] is not None:  # else it was taken before the first epoch
+        if state["samplers"] is not None:  # a state from before the first epoch has none
             self._start = state["samplers"]
             put_states(order_sources(dl), self._start)
         if self.read and not getattr(dl, "in_order", True) and starts_workers(dl):
@@ -184,7 +184,7 @@ class Position:
             )
 
     def _in_batches(self, state: dict[str, Any]) -> int:
-        """The batches of now that hold the samples which were read."""
+        """Return the number of batches, at the present batch size, that cover the samples already read."""
         then, now = state["batch_size"], self._batch_size
         if not then or not now or then == now:
             return state["batches"]
@@ -198,22 +198,22 @@ class Position:
         return batches
 
     def share(self, shared: Any) -> int:
-        """Have a rank's loader begin at the place; return the first step.
+        """Let a rank's loader begin at the position; return the index of its first step.
 
         Args:
-            shared: the `RankLoader`.
+            shared: the rank's `RankLoader`.
         """
         self._per_step = shared.per_step
         if self.goes_on:
             first = -(-self.read // self._per_step)
-            if self._total is not None:  # the last step is the last also if the steps are other ones than before
+            if self._total is not None:  # the last step stays the last, even if the number of steps has changed
                 first = len(shared) - -(-max(0, self._total - self.read) // self._per_step)
             self.steps = self.first_step = max(first, self.over)
         self.data.share(shared, self)
         return self.first_step
 
     def note_start(self, loader: Any) -> None:
-        """Note the states that decide this epoch's data, as they are when reading of `loader` begins."""
+        """Save the states that decide this epoch's data, as of the start of its index stream in `loader`."""
         self.data.note_start(loader)
         if not self.goes_on:
             self._start = states_of(self._order_sources or [])

@@ -1,4 +1,4 @@
-"""Reading whole batches of a `TensorDataset` at once."""
+"""A loader that reads whole batches of a `TensorDataset` at once."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -18,7 +18,7 @@ from torch.utils.data import (
 
 
 def draw_seed(generator: torch.Generator | None = None) -> int:
-    """Draw a number as torch's loaders and samplers draw their seeds, from the global generator or another."""
+    """Draw a seed as torch's loaders and samplers do, from the global generator or another."""
     return int(torch.empty((), dtype=torch.int64).random_(generator=generator))
 
 
@@ -42,7 +42,7 @@ class RowsLoader(DataLoader):
     so none are started. For other datasets, or with another `collate_fn`, it is torch's loader unchanged.
 
     Attributes:
-        only_inputs: its batches have no targets: all entries of a tuple are inputs.
+        only_inputs: the batches have no targets: all entries of a tuple are inputs.
     """
 
     only_inputs = False
@@ -51,11 +51,11 @@ class RowsLoader(DataLoader):
         super().__init__(dataset, **kwargs)
         batched = self.batch_sampler is not None and self.collate_fn is default_collate
         self.reads_rows = batched and _rows(dataset) is not None
-        if self.reads_rows and self.batch_size is not None:  # the batch sampler is not the user's
-            # Not by assignment, which torch's loader forbids to protect invariants that hold here.
+        if self.reads_rows and self.batch_size is not None:  # the user has given no batch sampler
+            # Assignment would fail, as torch's loader forbids it to protect invariants that hold here.
             self.__dict__["batch_sampler"] = IndexBatches(self.sampler, self.batch_size, self.drop_last)
 
-    def __iter__(self) -> Any:  # torch names a private class here
+    def __iter__(self) -> Any:  # torch's return type is a private class
         rows = _rows(self.dataset) if self.reads_rows else None
         if rows is None or self.batch_sampler is None:
             return super().__iter__()
@@ -67,8 +67,8 @@ class RowsLoader(DataLoader):
         pin = self.pin_memory and torch.accelerator.is_available()
         # torch's loader draws a seed for its workers here; the same draw keeps the random streams equal.
         draw_seed(self.generator)
-        # This runs at every batch. A batch that is yielded is held by no name here, so that its memory can be used
-        # again as soon as the reader has done with it.
+        # This runs at every batch. No name refers to a batch that is yielded, so that its memory is free for reuse as
+        # soon as the reader drops it.
         for rows in batches:
             if type(rows) is not Tensor or rows.dtype != torch.long:
                 rows = torch.as_tensor(rows, dtype=torch.long)
@@ -89,7 +89,7 @@ class IndexBatches(BatchSampler):
             yield from super().__iter__()
             return
         whole = len(order) // self.batch_size * self.batch_size
-        yield from order[:whole].view(-1, self.batch_size).unbind()  # in less time than `split`
+        yield from order[:whole].view(-1, self.batch_size).unbind()  # this takes less time than `split`
         if whole < len(order) and not self.drop_last:
             yield order[whole:]
         generator = getattr(self.sampler, "generator", None)
@@ -104,6 +104,6 @@ class IndexBatches(BatchSampler):
         if not whole or sampler.num_samples != len(sampler.data_source):
             return None
         generator = sampler.generator
-        if generator is None:  # as torch's RandomSampler does
+        if generator is None:  # torch's RandomSampler does the same
             generator = torch.Generator().manual_seed(draw_seed())
         return torch.randperm(sampler.num_samples, generator=generator)

@@ -1,4 +1,4 @@
-"""Showing samples: images as a matplotlib figure; text, and rows of a table, as a table."""
+"""The display of samples: images as a matplotlib figure; text, and rows of a table, as a table."""
 
 import html
 import math
@@ -18,16 +18,16 @@ from learnerkit.utils import describe, front_end
 if TYPE_CHECKING:
     from learnerkit.data.loaders import DataLoaders
 
-WIDTH = 100  # terminal columns that a table may take
-_LEAST = 8  # to which a column may be narrowed
-_COLUMNS = 12  # a vector with more numbers than this is shown in one cell
-_NUMBER = re.compile(r"[-+]?[\d,]*\.?\d*(e[-+]\d+)?|nan|-?inf")  # or nothing
+WIDTH = 100  # the terminal columns that a table may take
+_LEAST = 8  # the least width to which a column is narrowed
+_COLUMNS = 12  # a vector with more numbers is shown in one cell
+_NUMBER = re.compile(r"[-+]?[\d,]*\.?\d*(e[-+]\d+)?|nan|-?inf")  # it also matches an empty text
 WRONG = "wrong: "
 """The mark before a prediction that is not the target."""
 
 
 def pyplot(who: str) -> Any:
-    """Import matplotlib's `pyplot` for the function `who`.
+    """Import matplotlib's `pyplot` for the function of the name `who`.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -40,11 +40,11 @@ def pyplot(who: str) -> Any:
 
 
 class Table:
-    """Rows under the names of columns: aligned text where it is printed, and HTML in a notebook.
+    """A table of rows under column names: aligned text where it is printed, and HTML in a notebook.
 
     Args:
-        names: the columns.
-        rows: a list of cells for each; floats are shown with four digits, or as whole numbers.
+        names: the names of the columns.
+        rows: a list of cells for each row; floats are shown with four digits, or as whole numbers.
     """
 
     def __init__(self, names: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
@@ -65,16 +65,16 @@ class Table:
         rows = [[cell(x) for x in row] for row in self.rows]
         red = ["; color: #d62728" if any(x.startswith(WRONG) for x in row) else "" for row in rows]
         body = "".join(line("td", *each) for each in zip(rows, red, strict=True))
-        # Notebooks have a style for tables of this class, which is that of pandas.
+        # Notebooks style tables of this class as pandas' tables.
         return f'<table class="dataframe"><thead>{line("th", self.names)}</thead><tbody>{body}</tbody></table>'
 
 
 def _narrowed(widths: list[int], needed: list[int]) -> list[int]:
-    """Take from the widest columns what does not fit into a terminal, first from those that only the name makes wide.
+    """Narrow the widest columns until a table fits into a terminal, first those that only their name makes wide.
 
     Args:
-        widths: of the columns with their names.
-        needed: of their cells alone.
+        widths: the widths of the columns with their names.
+        needed: the widths of their cells alone.
     """
     widths = list(widths)
     while sum(widths) + 2 * (len(widths) - 1) > WIDTH and max(widths) > _LEAST:
@@ -94,7 +94,7 @@ def _padded(text: str, width: int, right: bool) -> str:
 
 
 def cell(x: Any) -> str:
-    """The text of a value, in one line."""
+    """Return the text of a value, in one line."""
     if isinstance(x, Tensor) and x.numel() == 1:
         x = x.item()
     if isinstance(x, float):
@@ -108,11 +108,11 @@ def cell(x: Any) -> str:
 
 
 def label(y: Any, classes: Sequence[str] | Callable[[Tensor], str] | None) -> str:
-    """The text of a target or of a decoded prediction: the name of a class, of several, or a number.
+    """Return the text of a target or of a decoded prediction: the name of a class, of several, or a number.
 
     Args:
-        y: of one sample.
-        classes: their names, if they are known, or a function that makes text of a target.
+        y: the target or prediction of one sample.
+        classes: the names of the classes, if they are known, or a function that returns the text of a target.
     """
     if isinstance(y, tuple):
         return ", ".join(label(each, classes) for each in y)
@@ -122,17 +122,17 @@ def label(y: Any, classes: Sequence[str] | Callable[[Tensor], str] | None) -> st
         y = y.item()
     if isinstance(y, bool | int | float) and y == int(y if math.isfinite(y) else 0):
         return str(classes[int(y)]) if classes and 0 <= y < len(classes) else str(int(y))
-    if isinstance(y, Tensor) and y.ndim == 1 and classes and len(y) == len(classes):  # of several classes
+    if isinstance(y, Tensor) and y.ndim == 1 and classes and len(y) == len(classes):  # a mask of several classes
         return ", ".join(str(name) for name, there in zip(classes, (y > 0.5).tolist(), strict=True) if there) or "none"
     return cell(y)
 
 
 DRAWN = ("points", "boxes", "masks")
-"""The targets of pictures that are drawn over them."""
+"""The kinds of targets that are drawn over pictures."""
 
 
 def note(y: Any, dls: "DataLoaders") -> Any:
-    """What shows a target or a decoded prediction of one sample: its text, or itself where it is drawn."""
+    """Return the text of one sample's target or decoded prediction, or the target itself if it is drawn."""
     if dls.targets in DRAWN:
         return y[0] if isinstance(y, tuple) else y
     return label(y, dls.target_names)
@@ -142,14 +142,14 @@ def note(y: Any, dls: "DataLoaders") -> Any:
 
 
 def samples_of(dls: "DataLoaders", batch: Any, n: int) -> list[tuple[tuple, tuple]]:
-    """The (inputs, targets) of the first `n` samples of a batch."""
+    """Return the (inputs, targets) of the first `n` samples of a batch."""
     size = dls.batch_size(batch) if dls.batch_size else max(likely_sizes(batch), default=rows_of(batch))
     xb, yb = (tuple(with_rows(part, size) for part in parts) for parts in dls.split(batch))
     return [(tuple(nth(x, i) for x in xb), tuple(nth(y, i) for y in yb)) for i in range(min(n, size))]
 
 
 def nth(part: Any, i: int) -> Any:
-    """The part of a batch, with `Rows`, that belongs to its `i`-th sample."""
+    """Return the part of a batch, with `Rows`, that belongs to its `i`-th sample."""
     if isinstance(part, Rows) or (isinstance(part, Tensor | np.ndarray) and part.ndim):
         return part[i]
     if isinstance(part, Mapping):
@@ -161,16 +161,16 @@ def show(dls: "DataLoaders", inputs: list[tuple], notes: dict[str, list[Any]], t
     """Show samples on rank 0.
 
     Args:
-        dls: whose `decode` makes of an input what is shown.
-        inputs: of each sample.
-        notes: what is written to each sample, by its kind, such as 'target'; `WRONG` marks what is wrong. What is no
-            text is drawn, targets in green, and predictions in red; of masks a prediction in colours, and the target's
-            outlines, if there are both.
-        title: of the figure.
+        dls: the loaders; their `decode` converts an input to its shown form.
+        inputs: the inputs of each sample.
+        notes: the texts for each sample, by their kind, such as 'target'; `WRONG` marks a wrong prediction. Values
+            other than texts are drawn, targets in green, and predictions in red; of masks, the prediction in colours,
+            and the outlines of the target if there are both.
+        title: the title of the figure.
 
     Returns:
-        A matplotlib figure of images, or a `Table` of anything else; `None` on other ranks. A notebook displays what
-        the last line of a cell returns.
+        A matplotlib figure of images, or a `Table` of anything else; `None` on other ranks. A notebook displays it if
+        it is the value of a cell.
 
     Raises:
         ValueError: there are no samples.
@@ -192,7 +192,7 @@ def show(dls: "DataLoaders", inputs: list[tuple], notes: dict[str, list[Any]], t
 
 
 def _row(x: Any) -> dict[str, Any]:
-    """The cells of an input by column."""
+    """Return the cells of an input by column."""
     if isinstance(x, str):
         return {"text": x}
     if isinstance(x, Mapping):
@@ -205,7 +205,7 @@ def _row(x: Any) -> dict[str, Any]:
 
 
 def _number(x: Any) -> Any:
-    "A number as it is, so that it stands at the right; the text of anything else."
+    """Return a number unchanged, so that it is right-aligned, and anything else as text."""
     x = x.item() if isinstance(x, Tensor) and x.numel() == 1 else x
     return x if isinstance(x, float | int) else cell(x)
 
@@ -214,9 +214,9 @@ def _number(x: Any) -> Any:
 
 
 def _picture(x: Any) -> Tensor | None:
-    """An image as a tensor of shape (H, W) or (H, W, 3 or 4), or `None` of anything else.
+    """Return an image as a tensor of shape (H, W) or (H, W, 3 or 4), or `None` for anything else.
 
-    A tensor or array has the shape (C, H, W), (H, W, C) or (H, W); of 2, or more than 4 channels the first is shown.
+    A tensor or array has the shape (C, H, W), (H, W, C) or (H, W); of 2 or more than 4 channels, the first is shown.
     """
     if isinstance(x, Mapping):
         return next((found for _, part in entries(x) if (found := _picture(part)) is not None), None)
@@ -224,7 +224,7 @@ def _picture(x: Any) -> Tensor | None:
         x = np.array(x if x.mode in ("L", "RGB", "RGBA") else x.convert("RGB"))
     if not isinstance(x, Tensor | np.ndarray) or x.ndim not in (2, 3):
         return None
-    x = x.detach().cpu() if isinstance(x, Tensor) else torch.from_numpy(np.array(x))  # which may be read-only
+    x = x.detach().cpu() if isinstance(x, Tensor) else torch.from_numpy(np.array(x))  # the array may be read-only
     if x.ndim == 3 and x.shape[0] in (3, 4):
         x = x.movedim(0, -1)
     elif x.ndim == 3:
@@ -234,7 +234,7 @@ def _picture(x: Any) -> Tensor | None:
 
 def _figure(pictures: list[Tensor], notes: list[dict[str, Any]], title: str) -> Any:
     low, high = min(float(p.min()) for p in pictures), max(float(p.max()) for p in pictures)
-    if low < 0 or high > 1:  # normalised: all by the same range, so that they can be compared
+    if low < 0 or high > 1:  # normalised images are rescaled by one range, so that they can be compared
         pictures = [(p - low) / max(high - low, 1e-12) for p in pictures]
     plt = pyplot("show")
     across = math.ceil(math.sqrt(len(pictures)))
@@ -256,7 +256,7 @@ def _figure(pictures: list[Tensor], notes: list[dict[str, Any]], title: str) -> 
     if title:
         figure.suptitle(title, fontsize=10)
     if front_end() == "notebook":
-        plt.close(figure)  # else the notebook would show it twice, as a figure and as the value of the cell
+        plt.close(figure)  # otherwise the notebook shows it twice, as a figure and as the value of the cell
     return figure
 
 

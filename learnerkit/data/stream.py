@@ -1,4 +1,4 @@
-"""Who reads which sample: the index stream of a loader, from a place on and for one rank, and its random numbers."""
+"""The index stream of a loader, from a position on and for one rank, and its random numbers."""
 
 import signal
 from collections import deque
@@ -38,28 +38,29 @@ if TYPE_CHECKING:
 
 
 class SampleStream:
-    """A batch sampler, or the sampler of a loader without batches, in the place of the user's.
+    """A batch sampler, or the sampler of a loader without batches, that replaces the user's.
 
-    It draws the user's items from a place on, alike on every rank, and gives out the share of this rank.
+    It draws the user's items from a position on, alike on every rank, and yields the share of this rank.
 
     Args:
-        sampler: the user's.
-        rank, ranks: whose share of how many.
+        sampler: the user's sampler.
+        rank, ranks: the rank, and the number of ranks.
         split, least: as in `distribute`.
-        training: every rank takes every step, if need be with a sample that does not count; in evaluation steps
+        training: every rank takes every step, if need be with a sample that does not count; in evaluation, steps
             without samples are left out, and batches are never spread.
-        opaque: the items do not tell how many samples a batch has, as they stand for whole batches. If these are to be
-            split, every rank takes each of them whole.
-        count: the number of samples of such an item, where it is known.
+        opaque: the items do not tell how many samples a batch has, because each stands for a whole batch. If batches
+            are to be split, every rank then takes each item whole.
+        count: returns the number of samples of such an item, where it is known.
 
     Attributes:
-        place: how many items were read before; they are drawn and left out. If it is infinite, nothing is drawn.
+        place: the number of items that were read before; they are drawn and dropped. If it is infinite, nothing is
+            drawn.
         first: the number of the first step.
-        seed: the sampler draws with the host's generators seeded with this, and gives them back; `None`: as they are.
-        fetching: (seed, per sample): the seed of those who fetch the items, and whether each sample has one of its
-            own; `None`: they are not seeded.
-        shares: those of the items that were given out, until somebody takes them; a new queue in each iteration, as
-            one may run inside another.
+        seed: the seed of the host's generators while the sampler draws; `None`: it draws from their present states.
+        fetching: (seed, per sample): the seed of the processes that fetch the items, and whether each sample has its
+            own seed; `None`: they are not seeded.
+        shares: the shares of the yielded items, until the loader's reader removes them; a new queue in each iteration,
+            as one may run inside another.
     """
 
     place: float = 0
@@ -72,7 +73,7 @@ class SampleStream:
         training: bool = True, opaque: bool = False, count: Callable[[Any], int | None] | None = None,
     ) -> None:  # fmt: skip
         self.sampler, self.rank, self.ranks, self.split, self.training = sampler, rank, ranks, split, training
-        self.least = 1 if opaque else least  # one item is all that a rank can take of them
+        self.least = 1 if opaque else least  # a rank can take no less than one such item
         self.opaque, self.count = opaque, count
         self.shares: deque[Share] = deque()
 
@@ -83,12 +84,12 @@ class SampleStream:
         return -(-n // self.ranks) if self.training else len(range(self.rank, n, self.ranks))
 
     def __iter__(self) -> Iterator:
-        # Loaders with workers draw ahead of what they give out, in the same order: the shares wait in a queue.
+        # Loaders with workers draw ahead of the batches that they yield, in the same order: the shares wait in a queue.
         self.shares = deque()
         return self._given(self.shares)
 
     def _given(self, shares: deque[Share]) -> Iterator:
-        "This rank's items, as those who fetch them need them."
+        """Yield this rank's items, with a seed if fetching is seeded."""
         fetching = self.fetching
         for number, (share, item) in enumerate(self._mine(), self.first):
             shares.append(share)
@@ -114,14 +115,14 @@ class SampleStream:
                 yield Share(step if in_turns else step * ranks + rank, size, size), item
 
     def _spread(self, batches: Iterable) -> Iterator[tuple[Share, Any]]:
-        # Samples of other batches would be padded to the length of the longest, which may be more than fits.
+        # Joined batches would be padded to their longest sample, which may need too much memory.
         join, n = not isinstance(self.sampler, LengthBatches), loader_len(self.sampler)
         left = None if n is None else n - int(self.place)
         for step, pieces in enumerate(distribute(batches, self.ranks, self.split, self.least, join, left), self.first):
             mine, place = len(pieces[self.rank]), step * self.ranks + self.rank
             if not mine and not self.training:
                 continue
-            # Real samples even where none counts: their empty slice has the right shapes and types.
+            # A rank without samples gets real ones: their empty slice has the right shapes and types.
             piece = pieces[self.rank] if mine else pieces[0][: self.least]
             if self.opaque:
                 yield Share(place, None if mine else 0, self._samples_in(chain(*pieces))), piece[0]
@@ -134,12 +135,12 @@ class SampleStream:
 
 
 def stream_of(dl: Any) -> SampleStream | None:
-    """The `SampleStream` of a copy of a loader, or of a view of one."""
+    """Return the `SampleStream` of a copy of a loader, or of a view of one."""
     return next((sampler for sampler in samplers_of(dl) if isinstance(sampler, SampleStream)), None)
 
 
 def replaced_sampler(dl: DataLoader, **kwargs: Any) -> dict[str, SampleStream]:
-    """Return what `with_batches` takes to put a `SampleStream` with these arguments into a copy of a loader."""
+    """Return the arguments of `with_batches` that put a `SampleStream` with these arguments into a copy of a loader."""
     name = "sampler" if dl.batch_sampler is None else "batch_sampler"
     stream, sampler = stream_of(dl), getattr(dl, name)
     whole = dl.batch_sampler is None and not isinstance(sampler, BatchSampler)
@@ -147,16 +148,16 @@ def replaced_sampler(dl: DataLoader, **kwargs: Any) -> dict[str, SampleStream]:
     return {name: SampleStream(sampler if stream is None else stream.sampler, **{"opaque": opaque} | kwargs)}
 
 
-# Sharing batches out among ranks
+# The sharing of batches among ranks
 
 
 def split_evenly(batch: Any, parts: int, least: int) -> list:
-    """`batch` cut into `parts` consecutive pieces, as even as can be; the last ones are empty if there is too little.
+    """Cut `batch` into `parts` consecutive pieces, as even as possible; the last ones are empty if it is too short.
 
     Args:
         batch: a list or tensor of indices.
-        parts: how many pieces.
-        least: samples below which no piece may fall while one piece can be given up for it.
+        parts: the number of pieces.
+        least: the least size of a piece; other pieces become empty to reach it.
     """
     sizes = even_sizes(len(batch), parts, least)
     ends = list(accumulate(sizes))
@@ -166,18 +167,18 @@ def split_evenly(batch: Any, parts: int, least: int) -> list:
 def distribute(
     batches: Iterable, ranks: int, split: bool, least: int, join: bool = True, n: int | None = None
 ) -> Iterator[list]:
-    """Distribute a stream of index batches over ranks: for each step a list with a piece for each rank.
+    """Distribute a stream of index batches over ranks: yield for each step a list with a piece for each rank.
 
-    Nothing is drawn ahead of its step, as a sampler may go by what the model has learned until then.
+    No batch is drawn before its step, as a sampler may depend on the model's training so far.
 
     Args:
         batches: the user's stream, the same on every rank.
-        ranks: how many.
+        ranks: the number of ranks.
         split: cut each batch into a piece for each rank; otherwise a step takes a batch for each rank, and the last,
             uneven step is spread over all of them.
-        least: the fewest samples a rank should get of what is cut or spread; whole batches stay as they are.
-        join: whether the batches of an uneven step may be joined; otherwise each is cut by itself.
-        n: how many batches there are, where it is known: else a last step with a batch for each rank is not spread.
+        least: the least number of samples of a rank in a batch that is cut or spread; whole batches are not changed.
+        join: whether the batches of an uneven step may be joined; otherwise each is cut separately.
+        n: the number of batches, if it is known; otherwise a last step with a batch for each rank is not spread.
     """
     if split:
         yield from (split_evenly(batch, ranks, least) for batch in batches)
@@ -191,7 +192,7 @@ def distribute(
         elif join:
             tensors = all(isinstance(batch, Tensor) for batch in group)
             yield split_evenly(torch.cat(group) if tensors else list(chain(*group)), ranks, least)
-        else:  # each batch for some of the ranks
+        else:  # each batch goes to some of the ranks
             sizes = even_sizes(ranks, len(group), 1)
             yield [piece for batch, k in zip(group, sizes, strict=True) for piece in split_evenly(batch, k, least)]
 
@@ -205,10 +206,10 @@ def same_stream(
     """Iterate with a private copy of the global random state; neither side sees the other's draws.
 
     Args:
-        seed: what to start with: a seed, states as from `seeds.seed_states`, or `None` for the current states.
-        advance: at the end leave the global generators in the final states of the private copy, if it started with
-            theirs and nothing else has used them since.
-        since: the global states when it started; by default those of now.
+        seed: the start of the copy: a seed, states as from `seeds.seed_states`, or `None` for the current states.
+        advance: at the end, set the global generators to the final states of the private copy, if it started with
+            theirs and they have not been used since.
+        since: the global states at the start; by default the current ones.
     """
     first, inside, stream = since, seed, None
     while True:
@@ -231,7 +232,7 @@ def same_stream(
         yield batch
 
 
-# What never draws from the global generators once `seeded_samplers` has lent it a generator.
+# These never draw from the global generators once `seeded_samplers` has lent them a generator.
 _SEEDED = (
     BatchSampler, IndexBatches, SequentialSampler, DistributedSampler, RandomSampler, SubsetRandomSampler,
     WeightedRandomSampler, LengthBatches, list, tuple, range,
@@ -239,7 +240,7 @@ _SEEDED = (
 
 
 def draws_globally(dl: DataLoader) -> bool:
-    """Tell whether a sampler of the user's own behind a loader may draw from the global generators."""
+    """Tell whether a user-defined sampler behind a loader may draw from the global generators."""
     if isinstance(dl.dataset, IterableDataset):
         return False
     own = (s for s in samplers_of(dl) if type(s) not in (SampleStream, *_SEEDED))
@@ -248,10 +249,10 @@ def draws_globally(dl: DataLoader) -> bool:
 
 @contextmanager
 def seeded_samplers(dl: Any, seed: int) -> Iterator[None]:
-    """Have the samplers behind `dl` draw by this seed, inside the context.
+    """Let the samplers behind `dl` draw with this seed, inside the context.
 
-    Torch's samplers without a generator are lent one, with which they draw what they would in a plain loop. Those of
-    other classes may use the global generators: a `SampleStream` reads them in a private copy of these.
+    Torch's samplers without a generator are lent one, with which they draw as in a plain loop. Samplers of other
+    classes may use the global generators: a `SampleStream` reads them with a private copy of these.
     """
     stream, lent = stream_of(dl), [s for s in samplers_of(dl) if getattr(s, "generator", seed) is None]
     if stream is not None and draws_globally(dl):
@@ -267,19 +268,19 @@ def seeded_samplers(dl: Any, seed: int) -> Iterator[None]:
             stream.seed = None
 
 
-# The random numbers of those who fetch samples
+# The random numbers of the processes that fetch samples
 
 
 class Seeded:
-    """The items that a loader fetches next, with the seed of the random numbers that are drawn for it.
+    """The items that a loader fetches next, with the seed of the random numbers that are drawn for them.
 
-    When it arrives in a worker, the worker's generators are seeded, and what is left are the items. So these random
-    numbers do not depend on which worker it is, how many there are, and what it has fetched before.
+    When it is unpickled in a worker, it seeds the worker's generators and becomes the items. So these random numbers do
+    not depend on the worker, the number of workers, or the items that the worker has fetched before.
 
     Args:
         seed: the seed.
         items: the items of the sampler.
-        per_sample: each sample has a seed of its own: a `PerSample` takes this object as it is.
+        per_sample: each sample has its own seed: a `PerSample` takes this object as it is.
     """
 
     def __init__(self, seed: int, items: Any, per_sample: bool = False) -> None:
@@ -297,7 +298,7 @@ def _arrive(seed: int, items: Any, per_sample: bool) -> Any:
 class PerSample(Dataset):
     """The user's dataset, read by `Seeded` items, with a seed for each sample by its index; see `distributed.set_seed`.
 
-    The generators of the process that reads are put back.
+    The generators of the reading process are restored.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -327,17 +328,17 @@ class PerSample(Dataset):
 
 
 def begin_worker(init: Callable[[int], object] | None, per_sample: bool, leaves_signals: bool, worker: int) -> None:
-    """Begin a loader's worker: its `worker_init_fn`, but for the first arguments.
+    """Run a loader worker's start: the `worker_init_fn` of the loader, once the first arguments are bound.
 
     Args:
         init: the user's `worker_init_fn`.
         per_sample: show the worker the user's dataset rather than the `PerSample`.
-        leaves_signals: leave signals to the process that reads, which needs its workers in order to save.
-        worker: its number.
+        leaves_signals: ignore signals, because the reading process handles them and needs its workers in order to save.
+        worker: the index of the worker.
     """
     if leaves_signals:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        # The second one may be torch's or Python's, at the end of the process that reads.
+        # A second SIGTERM may come from torch or Python, at the end of the reading process.
         signal.signal(signal.SIGTERM, lambda signum, frame: signal.signal(signum, signal.SIG_DFL))
     if per_sample:
         set_worker_dataset(cast(Any, get_worker_info()).dataset.dataset)
@@ -346,7 +347,7 @@ def begin_worker(init: Callable[[int], object] | None, per_sample: bool, leaves_
 
 
 def handles_signals() -> bool:
-    """Tell whether this process handles the signal that asks it to end."""
+    """Tell whether this process handles SIGTERM."""
     return callable(signal.getsignal(signal.SIGTERM))
 
 
@@ -355,16 +356,16 @@ def starts_workers(dl: DataLoader) -> bool:
     return dl.num_workers > 0 and not getattr(dl, "reads_rows", False)
 
 
-# Reading
+# The context of a reading
 
 
 @contextmanager
 def reading(learn: "Learner") -> Iterator[None]:
-    """Seed what draws and what fetches the samples of the learner's loader, which is read in here.
+    """Seed the drawing and the fetching of samples while the learner's loader is read in this context.
 
-    In a fit the seeds are those of the epoch, for training and for evaluation. From the global generators the numbers
-    are drawn that torch's loader and sampler would draw, so that readings outside of a fit differ, and so do fits.
-    Training that goes on in mid-epoch draws none: the generators have the states of then.
+    In a fit the seeds are those of the epoch, for training and for evaluation. The numbers that torch's loader and
+    sampler would draw are drawn from the global generators, so that readings outside of a fit differ, and so do fits.
+    Training that continues in mid-epoch draws none, because the generators were saved after those draws.
     """
     position, training = learn._position if learn._in_fit else None, learn.training
     loader: Any = learn.dl
@@ -383,9 +384,10 @@ def reading(learn: "Learner") -> Iterator[None]:
         seed = distributed.broadcast(seed)  # every rank must reach this
     try:
         if seeds_loader:
-            loader.generator = torch.Generator().manual_seed(base)  # its own draw has been made
+            loader.generator = torch.Generator().manual_seed(base)  # the loader's own draw has been made above
         if stream is not None:
-            again = position.data.again if position is not None and training else 0  # steps read a second time
+            # The steps that are read a second time.
+            again = position.data.again if position is not None and training else 0
             stream.place, stream.first = 0, learn.first_iter - again
             per_sample = isinstance(loader.dataset, PerSample)
             if per_sample or starts_workers(loader):

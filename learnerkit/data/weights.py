@@ -1,4 +1,4 @@
-"""Classes of different size: how many samples each has, how often a sample is drawn, and what it weighs in the loss."""
+"""The classes of a training set: their sizes, and the weights of samples in the draw and in the loss."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
@@ -13,14 +13,14 @@ from learnerkit.text import first_few
 from learnerkit.utils import describe
 
 _RARE = 0.1
-"""The share of the samples below which a class is named, if it is also below half of an equal share."""
+"""The share of the samples below which a class is reported, if it is also below half of an equal share."""
 
 
 def labels_of(dataset: Any) -> Tensor | None:
-    """Return the number of each sample's class, int64 (n,), where a dataset lists them; no sample is read.
+    """Return the class index of each sample, int64 (n,), where a dataset lists them; no sample is read.
 
-    They are the last tensor of a `TensorDataset`, the second entries of a list of pairs, or `labels` or `targets` as
-    torchvision's datasets have them.
+    The class indices are the last tensor of a `TensorDataset`, the second entries of a list of pairs, or `labels` or
+    `targets` as in torchvision's datasets.
     """
     if isinstance(dataset, Subset):
         found = labels_of(dataset.dataset)
@@ -36,14 +36,14 @@ def labels_of(dataset: Any) -> Tensor | None:
         listed = getattr(dataset, "labels", getattr(dataset, "targets", None))
     try:
         found = torch.as_tensor([] if listed is None else listed)
-    except (TypeError, ValueError, RuntimeError):  # such as texts, or lists of several lengths
+    except (TypeError, ValueError, RuntimeError):  # the labels may be texts, or lists of several lengths
         return None
     are_classes = found.ndim == 1 and not found.is_floating_point() and len(found) and int(found.min()) >= 0
     return found.long().cpu() if are_classes and len(found) == len(dataset) else None
 
 
 def count_classes(labels: Tensor, names: Sequence | None) -> dict[Any, int]:
-    """Return how many samples each class has, by its name, or by its number if there are no names for all."""
+    """Return the number of samples of each class, by its name, or by its index if some class has no name."""
     n = int(labels.max()) + 1
     if names is None or len(names) < n:
         names = range(n)
@@ -51,15 +51,15 @@ def count_classes(labels: Tensor, names: Sequence | None) -> dict[Any, int]:
 
 
 def sample_weights(weights: Any, dataset: Any, names: Sequence | None) -> Tensor:
-    """Return what each training sample weighs when samples are drawn, float64 (n,).
+    """Return the weight of each training sample in a random draw, float64 (n,).
 
     Args:
         weights: 'balanced', a mapping from the name of each class to the weight of its samples, or one for each sample.
         dataset: the training set.
-        names: of the classes.
+        names: the names of the classes.
 
     Raises:
-        ValueError: other weights, or classes that are not known.
+        ValueError: the weights are invalid, or the classes are not known.
     """
     labels = labels_of(dataset)
     counts = None if labels is None else count_classes(labels, names)
@@ -68,16 +68,16 @@ def sample_weights(weights: Any, dataset: Any, names: Sequence | None) -> Tensor
 
 
 def class_loss(dls: Any, given: Callable | None, default: nn.Module, class_weights: Any) -> Any:
-    """Return the loss of a new learner, and say on rank 0 if the default one will see little of a class.
+    """Return the loss of a new learner, and report on rank 0 if a class is rare for the default loss.
 
     Args:
-        dls: its loaders.
+        dls: the learner's loaders.
         given: the user's loss, if there is one.
         default: the loss otherwise.
-        class_weights: for each class, as `sample_weights` takes them, or a sequence in the order of the classes.
+        class_weights: the weight of each class, as in `sample_weights`, or a sequence in the order of the classes.
 
     Raises:
-        ValueError: weights that do not fit the loss or the loaders.
+        ValueError: the weights do not fit the loss or the loaders.
     """
     is_weighted = any(getattr(sampler, "weights", None) is not None for sampler in samplers_of(dls.train))
     of_classes = given is None and isinstance(default, nn.CrossEntropyLoss)
@@ -103,7 +103,7 @@ def class_loss(dls: Any, given: Callable | None, default: nn.Module, class_weigh
 
 
 def _numbers(name: str, given: Any, counts: dict[Any, int] | None, n: int | None, what: str) -> Tensor:
-    """The weights of the classes if they are given by class, else `n` weights; float64.
+    """Return the weights of the classes if they are given by class, else `n` weights; float64.
 
     'balanced' is n_samples / (n_classes * count), as in scikit-learn (King and Zeng, "Logistic Regression in Rare
     Events Data", 2001).

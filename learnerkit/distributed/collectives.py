@@ -27,7 +27,7 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 
 
 def _wire(x: Tensor) -> Tensor:
-    """`x` where the process group can take it: as it is, or on the accelerator for a group that knows no CPU."""
+    """Return `x` on a device of the process group: unchanged, or on the accelerator if the group has no CPU."""
     backends = dist.get_backend_config() if x.device.type == "cpu" else ""
     return x.to(default_device()) if backends and "cpu" not in backends else x
 
@@ -37,11 +37,11 @@ _refused_in: ContextVar[tuple[str, str] | None] = ContextVar("silent", default=N
 
 @contextmanager
 def no_collectives(where: str, why: str = "") -> Iterator[None]:
-    """Refuse collectives in here, naming `where`.
+    """Refuse collectives in this context, with an error that names `where`.
 
     Args:
-        where: what runs in here.
-        why: by default that the other ranks may not come, and this one would wait for ever.
+        where: the code that runs in the context.
+        why: the reason; by default that the other ranks may not come, and this one would wait for ever.
     """
     token = _refused_in.set((where, why))
     try:
@@ -62,7 +62,7 @@ def _refusal(refused: tuple[str, str], what: str) -> RuntimeError:
 
 @contextmanager
 def _within(variable: ContextVar[T], value: T) -> Iterator[None]:
-    """Give a context variable a value in here."""
+    """Set a context variable within this context."""
     token = variable.set(value)
     try:
         yield
@@ -74,7 +74,7 @@ _before_collective: ContextVar[Callable[[], None] | None] = ContextVar("before_c
 
 
 def before_collective(call: Callable[[], None] | None) -> AbstractContextManager[None]:
-    """Call `call()` before each collective in here; it can keep this rank from entering by an exception."""
+    """Call `call()` before each collective in this context; an exception of it keeps this rank from entering."""
     return _within(_before_collective, call)
 
 
@@ -82,7 +82,7 @@ _none_moves: ContextVar[Callable[[], bool] | None] = ContextVar("none_moves", de
 
 
 def noticing_standstills(none_moves: Callable[[], bool]) -> AbstractContextManager[None]:
-    """End the wait in `meet` in here where `none_moves()` tells that all other ranks wait, too."""
+    """End the wait in `meet` within this context when `none_moves()` tells that all other ranks wait, too."""
     return _within(_none_moves, none_moves)
 
 
@@ -90,13 +90,13 @@ _around_collective: ContextVar[Callable[[], AbstractContextManager]] = ContextVa
 
 
 def around_collectives(context: Callable[[], AbstractContextManager]) -> AbstractContextManager[None]:
-    """Enter `context()` for each collective of this module in here, to measure how long this rank waits in it."""
+    """Enter `context()` for each collective of this module in this context, to measure this rank's waits."""
     return _within(_around_collective, context)
 
 
 @contextmanager
 def grouped_collectives() -> Iterator[None]:
-    """Make several collectives one group: whether all ranks come is asked once, before the first."""
+    """Group several collectives: the ranks are asked only once, before the first, if all of them come."""
     call = _before_collective.get()
     if call is not None and world_size() > 1 and not _refused_in.get():
         call()
@@ -105,11 +105,11 @@ def grouped_collectives() -> Iterator[None]:
 
 
 def _has_peers(what: str, waits: bool = True) -> bool:
-    """Tell whether there are other ranks for a collective; join them first.
+    """Tell whether there are other ranks for a collective, and join them first.
 
     Args:
         what: the collective's name.
-        waits: whether every rank waits for the others in it.
+        waits: every rank waits for the others in it.
 
     Raises:
         RuntimeError: inside `no_collectives`.
@@ -124,14 +124,14 @@ def _has_peers(what: str, waits: bool = True) -> bool:
     return True
 
 
-MISMATCH = "mismatch between collectives"  # in torch's error
+MISMATCH = "mismatch between collectives"  # a text in torch's error
 
 SAME_CALLS = "every rank must make the same calls, with tensors of one shape and type, in the same order"
 
 
 @contextmanager
 def _explained(what: str) -> Iterator[None]:
-    """Say of an error of torch.distributed's what it means: torch tells of connections and fingerprints."""
+    """Add the meaning to an error of torch.distributed, which only mentions connections and fingerprints."""
     try:
         with _around_collective.get()():
             yield
@@ -151,7 +151,7 @@ def meet(what: str, timeout: float = 60.0) -> None:
     """Wait until every rank has made the same call.
 
     Args:
-        what: the call.
+        what: the name of the call.
         timeout: seconds to wait.
 
     Raises:
@@ -159,7 +159,7 @@ def meet(what: str, timeout: float = 60.0) -> None:
     """
     if _has_peers(what):
         counter = f"learnerkit/meet/{what}/{rank()}"
-        met = store().add(counter, 0)  # a call to which others did not come does not count
+        met = store().add(counter, 0)  # a call to which other ranks did not come does not count
         await_all(dist.PrefixStore(f"learnerkit/met/{what}/{met}", store()), what, timeout, _none_moves.get())
         store().add(counter, 1)
 
@@ -172,12 +172,12 @@ def barrier() -> None:
 
 
 def reduce(x: T, op: str = "sum", among: str = "") -> T:
-    """`x` combined over all ranks, on every rank; `x` itself is left as it is.
+    """Return `x` combined over all ranks, on every rank; `x` itself is not changed.
 
     Args:
         x: a tensor of the same shape on every rank, or a number.
         op: 'sum', 'mean', 'max' or 'min'.
-        among: for this package: what kind of message it is, as in `group`.
+        among: used by this package: the kind of the message, as in `group`.
 
     Raises:
         ValueError: an unknown `op`.
@@ -195,12 +195,12 @@ def reduce(x: T, op: str = "sum", among: str = "") -> T:
 
 
 def broadcast(x: T, src: int = 0, among: str = "") -> T:
-    """Rank `src`'s `x`, on every rank: a tensor of the same shape everywhere, or any object that can be pickled.
+    """Return rank `src`'s `x` on every rank: a tensor of the same shape everywhere, or any object that can be pickled.
 
     Args:
-        x: of this rank.
-        src: whose.
-        among: for this package, as in `reduce`.
+        x: this rank's object.
+        src: the rank whose object is returned.
+        among: used by this package, as in `reduce`.
     """
     if not _has_peers("broadcast"):
         return x
@@ -214,23 +214,23 @@ def broadcast(x: T, src: int = 0, among: str = "") -> T:
         return box[0]
 
 
-_ROW_BYTES = 25 * 2**20  # of tensors that are sent together, so that the copy stays small
+_ROW_BYTES = 25 * 2**20  # the size of tensors that are sent together, so that the copy stays small
 
 
 @torch.no_grad()
 def broadcast_into(tensors: Sequence[Tensor], among: str = "") -> None:
-    """Give every rank rank 0's values of these, in place, by few collectives."""
+    """Copy rank 0's values of these tensors to every rank, in place, with few collectives."""
     _replace_together(tensors, functools.partial(broadcast, among=among))
 
 
 @torch.no_grad()
 def mean_into(tensors: Sequence[Tensor], among: str = "") -> None:
-    """Put the mean over the ranks into each of these, in place, by few collectives; divided first, as DDP does."""
+    """Replace each tensor by its mean over the ranks, in place, with few collectives; as in DDP, it divides first."""
     _replace_together(tensors, lambda row: reduce(row.mul_(1 / world_size()), among=among))
 
 
 def _replace_together(tensors: Sequence[Tensor], call: Callable[[Tensor], Tensor]) -> None:
-    """Replace the values of tensors by what `call` makes of rows of them, each of one type and not too long."""
+    """Replace the values of tensors by `call` of their concatenations, each of one type and limited size."""
     for kind in dict.fromkeys((t.dtype, t.device) for t in tensors):
         alike = [t for t in tensors if (t.dtype, t.device) == kind]
         ends = accumulate(t.nbytes for t in alike)
@@ -242,7 +242,7 @@ def _replace_together(tensors: Sequence[Tensor], call: Callable[[Tensor], Tensor
 
 
 def give_values(tensors: Sequence[Tensor]) -> None:
-    """Give all ranks rank 0's values where they differ; every rank must reach this. A host-device sync.
+    """Copy rank 0's values to all ranks where they differ; every rank must reach this. A host-device sync.
 
     Raises:
         ValueError: the shapes differ.
@@ -251,15 +251,15 @@ def give_values(tensors: Sequence[Tensor]) -> None:
     if any(other != shapes[0] for other in shapes):
         raise ValueError("the model differs between ranks in its parameters' shapes; every rank must make the same")
     if any(other != values[0] for other in values):
-        broadcast_into(tensors)  # else different models would be mixed
+        broadcast_into(tensors)  # otherwise ranks would train different models
 
 
 def all_gather(x: T, among: str = "") -> list[T]:
-    """The `x` of every rank, in rank order: tensors of one shape, or any objects that can be pickled.
+    """Return the `x` of every rank, in rank order: tensors of one shape, or any objects that can be pickled.
 
     Args:
-        x: of this rank.
-        among: for this package, as in `reduce`.
+        x: this rank's object.
+        among: used by this package, as in `reduce`.
     """
     if not _has_peers("all_gather"):
         return [x]
@@ -275,18 +275,18 @@ def all_gather(x: T, among: str = "") -> list[T]:
 
 
 def gather_pieces(pieces: Iterable[tuple[Any, Tensor]], on: str = "all") -> list[Tensor] | None:
-    """The pieces of all ranks, in the order of their places.
+    """Return the pieces of all ranks, in the order of their places.
 
     Ranks may hold different numbers of pieces, of any shapes and types, or none.
 
     Args:
         pieces: (place, tensor) pairs of this rank; a place is a number or a tuple, unique over all ranks.
-        on: 'all', or 'rank0' where the other ranks need nothing: they get `None`.
+        on: 'all', or 'rank0' if the other ranks need no result: they get `None`.
     """
     pieces = sorted(pieces, key=lambda piece: piece[0])
     if not _has_peers("gather_pieces"):
         return [tensor for _, tensor in pieces]
-    # Cloned: a row cut from a matrix may be "contiguous" with strides that cannot be viewed as bytes.
+    # The pieces are cloned: a row cut from a matrix may be "contiguous" with strides that cannot be viewed as bytes.
     tensors = [tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for _, tensor in pieces]
     # Bytes are sent, so that one exchange serves every type; shorter ranks pad to the longest.
     load = torch.cat([t.reshape(-1).view(torch.uint8) for t in tensors]) if tensors else torch.empty(0).byte()
@@ -307,7 +307,7 @@ def gather_pieces(pieces: Iterable[tuple[Any, Tensor]], on: str = "all") -> list
         part, start = part.cpu(), 0
         for place, shape, dtype in label:
             stop = start + shape.numel() * dtype.itemsize
-            # A clone: a slice of bytes need not be aligned for its type.
+            # The slice is cloned, as a slice of bytes need not be aligned for its type.
             found.append((place, part[start:stop].clone().view(dtype).reshape(shape)))
             start = stop
     return [tensor for _, tensor in sorted(found, key=lambda piece: piece[0])]
@@ -326,15 +326,15 @@ def rank0_first(f: Callable[..., T] | None = None, *args: Any, per_node: bool = 
     the others.
 
     Args:
-        f: what to call; without it a decorator is returned, so that each call of the function goes rank 0 first.
+        f: the function; without it a decorator is returned, so that each call of the function goes rank 0 first.
         args: its arguments.
-        per_node: the first rank of each machine goes first, for files that machines do not share.
+        per_node: let the first rank of each machine go first, for files that machines do not share.
 
     Returns:
-        What `f` returned on this rank.
+        The result of `f` on this rank.
 
     Raises:
-        RuntimeError: on the waiting ranks, when the first one failed.
+        RuntimeError: on the waiting ranks, if `f` failed on the first one.
     """
     if f is None:
         return lambda func: functools.wraps(func)(
@@ -352,7 +352,7 @@ def rank0_first(f: Callable[..., T] | None = None, *args: Any, per_node: bool = 
             raise
         store().set(key, "")
         return result
-    # By the store, not a barrier: a long download must not run into a collective's timeout.
+    # The ranks wait on the store, not at a barrier: a long download must not exceed a collective's timeout.
     store().wait([key], timedelta(days=7))
     failure = store().get(key).decode()
     if failure:
@@ -361,7 +361,7 @@ def rank0_first(f: Callable[..., T] | None = None, *args: Any, per_node: bool = 
 
 
 def on_rank0(f: Callable[..., T]) -> Callable[..., T | None]:
-    """`f` as a function that runs on rank 0 and returns `None`, at once, on every other rank."""
+    """Return `f` as a function that runs on rank 0 and returns `None`, at once, on every other rank."""
 
     @functools.wraps(f)
     def run(*args: Any, **kwargs: Any) -> T | None:
@@ -374,7 +374,7 @@ def follow_rank0(name: str, timeout: float = 300.0) -> None:
     """Return on every rank only after rank 0 has made the same call; rank 0 itself never waits.
 
     Args:
-        name: what the call is about; the k-th call of that name on a rank waits for rank 0's k-th.
+        name: the name of the call; the k-th call of that name on a rank waits for rank 0's k-th.
         timeout: seconds the other ranks wait.
 
     Raises:
@@ -396,6 +396,6 @@ def follow_rank0(name: str, timeout: float = 300.0) -> None:
 
 
 def spread_seeds() -> None:
-    """Move ranks other than 0 to random streams of their own if all still share one; every rank must reach this."""
+    """Move ranks other than 0 to separate random streams if all still share one; every rank must reach this."""
     if same_everywhere(torch.get_rng_state().numpy().tobytes()) and not is_main():
         seeds.set_seed(seeds.stream_seed(torch.initial_seed(), rank()))

@@ -1,4 +1,4 @@
-"""Rank, world size and device of this process, read when asked and never at import."""
+"""Rank, world size and device of this process, read at each call and never at import."""
 
 import os
 from collections.abc import Iterator
@@ -13,17 +13,17 @@ from learnerkit.utils import warn
 
 
 def is_joined() -> bool:
-    """Tell whether this process is in a process group (it is meant to be if `world_size() > 1`)."""
+    """Tell whether this process is in a process group (it should be if `world_size() > 1`)."""
     return dist.is_available() and dist.is_initialized()
 
 
 def rank() -> int:
-    """This process's number among all processes of the run."""
+    """Return this process's number among all processes of the run."""
     return dist.get_rank() if is_joined() else int(os.environ.get("RANK", 0))
 
 
 def world_size() -> int:
-    """The number of processes of the run."""
+    """Return the number of processes of the run."""
     if _alone.get():
         return 1
     return dist.get_world_size() if is_joined() else int(os.environ.get("WORLD_SIZE", 1))
@@ -34,7 +34,7 @@ _alone: ContextVar[bool] = ContextVar("alone", default=False)
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Let this process be the only one in here: collectives of this module do nothing, and no other rank need come."""
+    """Treat this process as the only one within this context, so that collectives of this module do nothing."""
     token = _alone.set(True)
     try:
         yield
@@ -43,7 +43,7 @@ def alone() -> Iterator[None]:
 
 
 def local_rank() -> int:
-    """This process's number among those of its machine: the index of its accelerator.
+    """Return this process's number among those of its machine: the index of its accelerator.
 
     Without `LOCAL_RANK` (processes started by `mp.spawn`, say) all ranks are taken to share one machine.
     """
@@ -64,8 +64,8 @@ def warn_once(message: str, on_all: bool = False) -> None:
     """Warn on rank 0, and only the first time in this process.
 
     Args:
-        message: what to say.
-        on_all: on other ranks than 0, too.
+        message: the text of the warning.
+        on_all: warn on the other ranks, too.
     """
     if (on_all or is_main()) and message not in _warned:
         _warned.add(message)
@@ -73,7 +73,7 @@ def warn_once(message: str, on_all: bool = False) -> None:
 
 
 def default_device() -> torch.device:
-    """The accelerator of this local rank, else the CPU.
+    """Return the accelerator of this local rank, else the CPU.
 
     Raises:
         RuntimeError: there are fewer accelerators than local ranks.
@@ -83,7 +83,7 @@ def default_device() -> torch.device:
         return torch.device("cpu")
     index, count = local_rank(), torch.accelerator.device_count()
     if count == 1 and os.environ.get("SLURM_LOCALID") == str(index):
-        index = 0  # srun has started a task for this very rank, and shows it a GPU of its own (--gpus-per-task)
+        index = 0  # srun has started a task for this rank, and shows it only its own GPU (--gpus-per-task)
     if index >= count:
         raise RuntimeError(
             f"local rank {index} has no accelerator: this machine shows {count} ({accelerator.type}); "
@@ -93,7 +93,7 @@ def default_device() -> torch.device:
 
 
 class PeerError(RuntimeError):
-    """Another rank failed, came to a standstill or did not come; the message says which, where and why."""
+    """An error that follows from another rank, which failed, stopped or did not come; it says which, where and why."""
 
     def __init__(self, *args: object, standstill: bool = False) -> None:
         super().__init__(*args)

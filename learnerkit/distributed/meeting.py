@@ -1,4 +1,4 @@
-"""How the ranks of a run meet: in the store at rank 0's address, and in the process group that is made of it."""
+"""The meeting of a run's ranks: in the store at rank 0's address, and in the process group made from it."""
 
 import atexit
 import functools
@@ -22,19 +22,19 @@ from learnerkit.processes.sockets import NotAStore, has_closed, store_answers
 from learnerkit.torch_internals import await_thread_list_lock, compare_calls, default_store, default_timeout
 
 JOIN_SECONDS = 35.0
-"""How long a process waits for the others of its run to meet it; a launcher's store is there at once."""
+"""Seconds that a process waits for the others of its run; a launcher's store is there at once."""
 
 
 def join(timeout: float | timedelta | None = None, what: str = "", wait: float | None = None) -> None:
-    """Make the process group of this run unless there is one or the run is one process; every rank must reach this.
+    """Join the process group of this run, unless this is done or the run is one process; every rank must reach this.
 
     Args:
-        timeout: seconds (or a timedelta) a collective may wait; `None` is torch's own default.
+        timeout: seconds (or a timedelta) that a collective may wait; `None` is torch's default.
         what: the call for which the ranks meet, such as 'fit'.
-        wait: seconds in which the other ranks must come; by default `timeout`.
+        wait: seconds within which the other ranks must come; by default `timeout`.
 
     Raises:
-        RuntimeError: nobody is at rank 0's address within `JOIN_SECONDS`, or something else listens there.
+        RuntimeError: no process listens at rank 0's address within `JOIN_SECONDS`, or another program does.
         PeerError: some ranks do not come in time.
     """
     if is_joined() and not _group_is_dead and _compared() is dist.group.WORLD:
@@ -71,31 +71,31 @@ def _init(timeout: timedelta | None, what: str, wait: float) -> None:
 
 
 _compared: Callable[[], Any] = lambda: None  # noqa: E731
-"""The process group whose calls are compared, if it is still there."""
+"""A weak reference to the process group whose calls are compared."""
 
 _groups: dict[str, Callable[[], Any]] = {}
 
 
 def compare_calls_of_users(timeout: timedelta) -> None:
-    """Keep what users call apart from what this package sends; every rank must reach this.
+    """Separate the collectives of users from those of this package; every rank must reach this.
 
-    gloo ends the process, or mixes the numbers up, where ranks pair collectives that differ. So torch compares those of
-    the default group before each call, which costs about a millisecond; gradients and votes, whose order and sizes
-    this package knows, have groups of their own.
+    gloo ends the process, or mixes up the numbers, where ranks pair different collectives. So torch compares those of
+    the default group before each call, which costs about a millisecond. Gradients and votes, whose order and sizes this
+    package knows, have their own groups.
     """
     global _compared
     _prepare_forks()
     _groups.clear()
     if "gloo" in dist.get_backend_config():
         compare_calls(timeout)
-        patience = timeout + timedelta(minutes=1)  # a run's watch, which says more, comes first
+        patience = timeout + timedelta(minutes=1)  # a run's watch, whose error says more, comes first
         for name in ("gradients", "votes"):
             _groups[name] = weakref.ref(dist.new_group(backend="gloo", timeout=patience))
     _compared = weakref.ref(dist.group.WORLD)
 
 
 def group(name: str, device: str = "cpu") -> Any:
-    """The process group for the 'gradients' or the 'votes' of this run; `None` stands for the default group."""
+    """Return the process group for the 'gradients' or the 'votes' of this run; `None` stands for the default group."""
     return _groups[name]() if name in _groups and device == "cpu" else None
 
 
@@ -104,18 +104,18 @@ def _prepare_forks() -> None:
     """Prepare this process for children that are forked, such as a loader's workers."""
     if sys.version_info < (3, 12):
         os.register_at_fork(before=_let_threads_settle)
-    # A child must not collect what its parent has left, such as a process group: it would wait for its threads.
+    # A child must not collect its parent's garbage, such as a process group: it would wait for the group's threads.
     os.register_at_fork(after_in_child=gc.freeze)
 
 
 def await_all(keys: dist.Store, what: str, timeout: float, none_moves: Callable[[], bool] | None = None) -> list[str]:
-    """Wait until every rank is here, and return what each calls: by the store, which tells who is missing.
+    """Wait until every rank is here, and return the call of each; the store tells which ranks are missing.
 
     Args:
-        keys: for this meeting alone.
+        keys: the store, with keys for this meeting alone.
         what: the call for which this rank is here; '' for any.
         timeout: seconds to wait.
-        none_moves: tells whether all other ranks wait, too, so that nobody can come any more.
+        none_moves: tells whether all other ranks wait, too, so that none of them can come any more.
 
     Raises:
         PeerError: some ranks did not come.
@@ -128,7 +128,7 @@ def await_all(keys: dist.Store, what: str, timeout: float, none_moves: Callable[
     port = getattr(root, "port", 0)
     if here and port and has_closed(port):
         raise not_together(ended)
-    # Rank 0, which may host the store, tells those that wait that it ends: of a store that goes torch prints a lot.
+    # Rank 0, which may host the store, tells the waiting ranks before it ends: torch prints a lot if a store goes away.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     ends, waiting = f"learnerkit/ended/{attempt}", f"learnerkit/waiting/{attempt}"  # set in processes/rank_main.py
     try:
@@ -139,11 +139,11 @@ def await_all(keys: dist.Store, what: str, timeout: float, none_moves: Callable[
                 raise not_together(ended)
             if none_moves is not None and time.monotonic() > asked + 1:
                 stood, asked = stood + 1 if none_moves() else 0, time.monotonic()
-            stands = stood > 1 and not keys.check(names)  # twice, a second apart
+            stands = stood > 1 and not keys.check(names)  # asked twice, a second apart
             if stands or time.monotonic() > end:
                 missing = [str(number) for number, name in enumerate(names) if not keys.check([name])]
                 ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing)}"
-                keys.delete_key(names[here])  # so that a late rank does not take this one for there
+                keys.delete_key(names[here])  # otherwise a late rank would think that this one is here
                 if stands:
                     raise not_together(f"{me}, and {ranks} {'wait' if len(missing) > 1 else 'waits'} in another call")
                 raise not_together(f"{me}{' and' if what else ''} waited {timeout:.0f} s for {ranks}")
@@ -162,16 +162,16 @@ def await_all(keys: dist.Store, what: str, timeout: float, none_moves: Callable[
 
 
 def not_together(text: str) -> PeerError:
-    """The error of a rank that has made a call which others have not made."""
+    """Return the error of a rank that has made a call which others have not made."""
     return PeerError(
         f"{text}; every rank must make the same calls of fit, validate, get_preds and the like, in the same order "
         "(errors.html#peers)",
-        standstill=True,  # nothing else will follow
+        standstill=True,  # no other error will follow
     )
 
 
 def tell(key: str, text: str) -> None:
-    """Leave a text for ranks that `hear` it: by the store, so that threads may do it while others use collectives.
+    """Leave a text for ranks that `hear` it, in the store, so that threads may do it while others use collectives.
 
     Raises:
         PeerError: rank 0 has ended.
@@ -183,20 +183,20 @@ def tell(key: str, text: str) -> None:
 
 
 def hear(key: str, timeout: float) -> str:
-    """Wait for what another rank tells under a key.
+    """Wait for the text that another rank leaves under a key, and return it.
 
     Args:
-        key: which nobody uses twice.
+        key: a key that is used only once.
         timeout: seconds to wait.
 
     Raises:
-        PeerError: nobody has told it in time, or rank 0 has ended.
+        PeerError: no rank has left the text in time, or rank 0 has ended.
     """
     keys, end, pause = store(), time.monotonic() + timeout, 0.001
     root = _root(keys)
     port, waiting = getattr(root, "port", 0), f"learnerkit/waiting/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     try:
-        root.add(waiting, 1)  # so that rank 0, which may host the store, stays until this is heard
+        root.add(waiting, 1)  # rank 0, which may host the store, so stays until the text is heard
         while not keys.check([f"learnerkit/told/{key}"]):
             if time.monotonic() > end:
                 raise PeerError(f"rank {rank()} waited {timeout:.0f} s for another rank's message on {key}")
@@ -212,19 +212,19 @@ def hear(key: str, timeout: float) -> str:
 
 
 def store_port(keys: dist.Store) -> int | None:
-    """The port by which the ranks reach a store, if it has one."""
+    """Return the port by which the ranks reach a store, if it has one."""
     return getattr(_root(keys), "port", None)
 
 
 def _root(keys: Any) -> Any:
-    """A store without prefixes."""
+    """Return the store inside of prefixes."""
     while isinstance(keys, dist.PrefixStore):
         keys = keys.underlying_store
     return keys
 
 
 def _meet_in_store(timeout: timedelta | None, what: str = "", wait: float = JOIN_SECONDS) -> dist.Store:
-    """The store at the address in the environment, where torch alone would wait for half an hour."""
+    """Return the store at the address in the environment, where torch alone would wait for half an hour."""
     promised = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     wait = min(wait, JOIN_SECONDS) if promised else JOIN_SECONDS
     me = f"rank {rank()} called {what}, but " if what else ""
@@ -242,7 +242,7 @@ def _meet_in_store(timeout: timedelta | None, what: str = "", wait: float = JOIN
 
 
 def _not_met(what: str) -> RuntimeError:
-    """The error of a process that could not join the others."""
+    """Return the error of a process that could not join the others."""
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     said = " ".join(f"{name}={os.environ.get(name)}" for name in names)
     return RuntimeError(
@@ -256,15 +256,15 @@ def _await_host(promised: bool, wait: float) -> None:
 
     Args:
         promised: a launcher listens there from the beginning; the store answers once rank 0 has imported torch.
-        wait: seconds to wait for somebody who listens.
+        wait: seconds to wait for a process that listens.
 
     Raises:
-        TimeoutError: nobody listens there.
-        NotAStore: something else does.
+        TimeoutError: no process listens there.
+        NotAStore: another program does.
     """
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
     if not host or not port.isdecimal():
-        return  # which torch says better
+        return  # torch's error says more about it
     end = time.monotonic() + wait
     while not store_answers(host, int(port), math.inf if promised else end - time.monotonic()):
         if time.monotonic() > end:
@@ -273,13 +273,13 @@ def _await_host(promised: bool, wait: float) -> None:
 
 
 def _let_threads_settle() -> None:
-    """Keep a child that is about to be forked (a loader's worker, for one) from waiting for ever.
+    """Wait until gloo's threads hold no lock that would block a child that is about to be forked.
 
-    The interpreter's lock around its list of threads is held for a moment by gloo's threads when they let go of a
-    collective's tensors. A child forked in that moment finds it locked: CPython 3.11 takes it once before making it
-    again (`PyOS_AfterFork_Child`; 3.12 makes it again first).
+    gloo's threads hold the lock around the interpreter's list of threads for a moment when they release a collective's
+    tensors. A child forked in that moment finds it locked: CPython 3.11 acquires it once before it makes a new one
+    (`PyOS_AfterFork_Child`; 3.12 makes a new one first).
     """
-    time.sleep(0.002)  # what the last collective has left to do
+    time.sleep(0.002)  # the last collective needs some time to release its tensors
     await_thread_list_lock()
 
 
@@ -287,14 +287,14 @@ _group_is_dead = False
 
 
 def give_group_up() -> None:
-    """Note that the connections of torch's process group are closed: the next `join` makes another group."""
+    """Mark torch's process group as closed: the next `join` makes another group."""
     global _group_is_dead
     _group_is_dead = True
 
 
 def _join_again(timeout: timedelta | None) -> None:
     global _group_is_dead
-    # Keys of their own: those in the old group's place tell of its dead connections.
+    # The new group needs its own keys: those of the old group tell of its dead connections.
     fresh = dist.PrefixStore("learnerkit/next", store())
     backend, here, size = dist.get_backend_config(), rank(), world_size()
     dist.destroy_process_group()
@@ -308,10 +308,10 @@ def _leave() -> None:
 
 
 def store() -> dist.Store:
-    """The key-value store behind the process group, for messages that no collective should carry."""
+    """Return the key-value store behind the process group, for messages that no collective should carry."""
     return default_store()
 
 
 def count_call(name: str) -> int:
-    """Count the calls of `name` on this rank, this one included: ranks that run one program count alike."""
+    """Count the calls of `name` on this rank, and return the number with this one: it is the same on ranks in step."""
     return store().add(f"learnerkit/{name}/calls/{rank()}", 1)

@@ -15,36 +15,36 @@ from torch import Tensor
 def set_seed(seed: int, reproducible: bool = False) -> None:
     """Seed python, numpy and torch: one model initialisation and one sample order on any number of ranks.
 
-    Under DDP dropout and augmentation still differ by rank and by worker: ranks other than 0 move on to streams of
-    their own when a fit or an evaluation starts.
+    Under DDP, dropout and augmentation still differ by rank and by worker: ranks other than 0 move on to separate
+    streams when a fit or an evaluation starts.
 
     Args:
         seed: the same number on every rank.
-        reproducible: also ask torch for deterministic algorithms, which can be slower; and what datasets draw for a
-            sample, such as its augmentation, then depends on the seed, the epoch and the sample alone, not on loader
-            workers and ranks. Iterable datasets do not tell their samples apart.
+        reproducible: also ask torch for deterministic algorithms, which can be slower. The random numbers that a
+            dataset draws for a sample, such as its augmentation, then depend only on the seed, the epoch and the
+            sample, not on loader workers and ranks. Iterable datasets do not tell their samples apart.
     """
     torch.manual_seed(seed)
     _seed_others(seed)
     if reproducible:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # asked for by torch's reproducibility notes
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch's notes on reproducibility ask for it
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.backends.cudnn.benchmark = False
 
 
 def stream_seed(seed: int, number: int) -> int:
-    """The seed of stream `number` of those that belong to `seed`; stream 0 is `seed` itself."""
+    """Return the seed of stream `number` of those that belong to `seed`; stream 0 has `seed` itself."""
     # An odd constant (2**64 over the golden ratio) keeps neighbouring numbers' seeds far apart.
     return (seed + 0x9E3779B97F4A7C15 * number) % 2**63
 
 
 def mixed_seed(*parts: Any) -> int:
-    """One seed of several numbers, such as those of an epoch, a batch and a rank."""
+    """Return one seed made from several numbers, such as those of an epoch, a batch and a rank."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()) >> 1
 
 
 def seed_host(seed: int) -> None:
-    """Seed the host's generators alone: torch's CPU one, python's and numpy's."""
+    """Seed only the host's generators: torch's CPU generator, python's and numpy's."""
     torch.default_generator.manual_seed(seed)
     _seed_others(seed)
 
@@ -56,16 +56,16 @@ def _seed_others(seed: int) -> None:
 
 
 def seed_states() -> tuple:
-    """The states of the host's random generators: torch's, python's and, where it is used, numpy's."""
+    """Return the states of the host's random generators: torch's, python's and, if it is imported, numpy's."""
     numpy = sys.modules.get("numpy")
     return torch.get_rng_state(), random.getstate(), numpy.random.get_state() if numpy else None
 
 
 @contextmanager
 def device_streams_kept(device: torch.device) -> Iterator[None]:
-    """Give the random generators of all devices of this one's type their states back at the end.
+    """Restore the random generators of all devices of this device's type at the end of the context.
 
-    All of them, because DataParallel uses several. The states are on the host, so that nothing waits for a device.
+    All devices are restored, as DataParallel uses several. The states are on the host, so nothing waits for a device.
     """
     states = device_states(device)
     try:
@@ -76,9 +76,9 @@ def device_streams_kept(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def own_stream(seed: int, device: torch.device) -> Iterator[None]:
-    """Draw from a stream of its own in here: torch's generators of the host and of the device begin with this seed.
+    """Draw from a separate stream within this context: torch's generators of the host and of the device get this seed.
 
-    At the end they get their states back. The states are on the host, so that nothing waits for a device.
+    Their states are restored at the end. The states are on the host, so that nothing waits for a device.
     """
     state = torch.get_rng_state()
     with device_streams_kept(device):
@@ -93,25 +93,25 @@ def own_stream(seed: int, device: torch.device) -> Iterator[None]:
 
 
 def device_states(device: torch.device) -> list[Tensor]:
-    """The states of the random generators of all devices of this one's type, on the host; of the host itself none."""
+    """Return the states, on the host, of the random generators of all devices of this type; none for the host."""
     return [torch.get_device_module(device).get_rng_state(*place) for place in _places(device)]
 
 
 def set_device_states(device: torch.device, states: Sequence[Tensor]) -> None:
-    """Put `device_states` back, on as many devices as there are."""
+    """Restore `device_states`, on as many devices as there are."""
     for state, place in zip(states, _places(device), strict=False):
         torch.get_device_module(device).set_rng_state(state, *place)
 
 
 def _places(device: torch.device) -> list[tuple]:
-    """The arguments by which torch finds each device of a type: of the host none, and MPS is one device."""
+    """Return the arguments by which torch finds each device of a type: none for the host, and one device for MPS."""
     if device.type == "cpu":
         return []
     return [()] if device.type == "mps" else [(i,) for i in range(torch.get_device_module(device).device_count())]
 
 
 def set_seed_states(states: tuple) -> None:
-    """Put `seed_states` back."""
+    """Restore `seed_states`."""
     torch.set_rng_state(states[0])
     random.setstate(states[1])
     if states[2] is not None:
