@@ -1,7 +1,7 @@
-"""The state of a run: all that the rest of it depends on, taken from a learner and put back into one.
+"""The state of a run: all on which the rest of the run depends, taken from a learner and put back into one.
 
-This is the one list of what a run consists of. Checkpoints write it, a notebook's workers send it back, trials take it
-and put it back, `DriftCheck` compares it between ranks, and `check_distributed` copies it.
+Other modules use the state as a whole: checkpoints write it, a notebook's workers send it back, trials take and restore
+it, `DriftCheck` compares it between ranks, and `check_distributed` copies it.
 """
 
 import copy
@@ -42,13 +42,13 @@ if TYPE_CHECKING:
     from learnerkit.learner import Learner
 
 TRAIN, TRAINED, EPOCH, FIT = "train", "trained", "epoch", "fit"
-"""Where in a fit a state was taken: in an epoch's training, after it, between two epochs, or at its end."""
+"""The places in a fit where a state is taken: in an epoch's training, after it, between two epochs, at the end."""
 
 _APART = ("CheckpointCallback", "DataParallelCallback", "DistributedCallback", "ProgressCallback")
-"""Callbacks with which, and without which, the same run goes on."""
+"""Callbacks that do not change the run, so that it may continue with or without them."""
 
 
-# Taking it
+# Taking a state
 
 
 def state_dict(learn: "Learner", first: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def state_dict(learn: "Learner", first: Mapping[str, Mapping[str, Any]] | None =
 
     Args:
         learn: the learner.
-        first: `first_attributes`; attributes of callbacks that are still what they were then are left out.
+        first: the result of `first_attributes`; attributes of callbacks that have not changed since are left out.
     """
     first = first or {}
     model, opt, position = unwrap(learn.model), learn.opt, learn._position
@@ -89,10 +89,10 @@ def state_dict(learn: "Learner", first: Mapping[str, Mapping[str, Any]] | None =
 
 
 def check_moment(learn: "Learner") -> None:
-    """Refuse a moment at which the state is not that between two steps, so that nothing could go on from it.
+    """Refuse to take a state in a validation, in a batch, or in a step, since a run could not continue from it.
 
     Raises:
-        RuntimeError: a validation, the middle of a batch, or of a step of several batches.
+        RuntimeError: the present moment is in a validation, a batch, or a step of several batches.
     """
     position, where = learn._position, ""
     if learn.task in ("validate", "predict") or (
@@ -102,7 +102,7 @@ def check_moment(learn: "Learner") -> None:
     elif position is not None and position.stage == TRAIN:
         if learn.iter < position.first_step:
             where = "in before_train"
-        elif position.steps <= learn.iter:  # also in `before_batch`, when its data have been read
+        elif position.steps <= learn.iter:  # this includes `before_batch`, when the batch has been read
             where = "in the middle of a batch"
         elif position.steps > learn.iter and not learn.step_due:
             where = "in the middle of an optimizer step of several batches, whose gradients are not part of the state"
@@ -115,9 +115,9 @@ def check_moment(learn: "Learner") -> None:
 
 
 def keys(cbs: Iterable[Callback]) -> Iterator[tuple[str, Callback]]:
-    """The names of callbacks in a state: those of their classes, with a number from the second of a name on.
+    """Yield callbacks with their names in a state: those of their classes, with a number from the second of a name on.
 
-    A class whose name begins with an underscore is no part of a run.
+    Classes whose name begins with an underscore are left out.
     """
     seen: dict[str, int] = {}
     for cb in cbs:
@@ -129,16 +129,15 @@ def keys(cbs: Iterable[Callback]) -> Iterator[tuple[str, Callback]]:
 
 
 def taking_part(learn: "Learner") -> list[tuple[str, Callback]]:
-    """Return the callbacks whose state counts now, with their names: in a trial those of a fit alone change nothing."""
+    """Return the callbacks whose state counts now, with their names; in a trial, none that is only for fits."""
     fitting = learn.task in (None, "fit")
     return [(key, cb) for key, cb in keys(learn.cbs) if cb.run and (fitting or not cb.only_fit)]
 
 
 def state_of(cb: Callback, first: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the state of a callback: what its `state_dict` returns, or the attributes of a user's that has none.
+    """Return the state of a callback: the result of its `state_dict`, or the attributes of a user's without one.
 
-    Attributes may differ by rank, so they are under the key 'own'. Those that are equal to the ones in `first` are left
-    out.
+    Attributes may differ by rank, so they are under the key 'own'. Attributes equal to those in `first` are left out.
     """
     if type(cb).state_dict is Callback.state_dict:
         own = own_attributes(cb, first)
@@ -148,7 +147,7 @@ def state_of(cb: Callback, first: Mapping[str, Any] | None = None) -> dict[str, 
     except Exception:
         if cb.learn.task == "fit":
             raise
-        return {}  # before its first run it may have no state yet
+        return {}  # a callback may have no state before its first run
     if not isinstance(state, dict):
         raise CheckpointError(f"{cb!r}.state_dict() returned a {type(state).__name__}; it returns a dict")
     return dict(state)
@@ -168,15 +167,15 @@ def first_attributes(learn: "Learner") -> dict[str, dict[str, Any]]:
 
 
 def own_attributes(cb: Callback, first: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return copies of the attributes that can be saved: what a callback has counted and collected in a run.
+    """Return copies of the attributes that can be saved, which a callback has counted and collected in a run.
 
-    Those with the name of an argument of its class, also behind underscores, are left out, as they are the script's.
-    So are tensors of the model, which are in the state already, attributes of more than 256 MB, the private ones of a
-    class of this library from which the callback's is derived, and those that are equal to the ones in `first`.
+    Attributes with the name of an argument of its class, also after underscores, are left out, as the script sets them.
+    So are tensors of the model, which are in the state already, attributes of more than 256 MB, the private attributes
+    of a subclass of one of this library's callbacks, and those equal to the ones in `first`.
 
     Returns:
         The attributes as 'values', the names of those with tensors on an accelerator as 'on_device', and the states of
-        random generators as 'generators'; an empty dict if there is nothing.
+        random generators as 'generators'; an empty dict if there are none.
     """
     if is_ours(type(cb)):
         return {}
@@ -191,7 +190,7 @@ def own_attributes(cb: Callback, first: Mapping[str, Any] | None = None) -> dict
         if isinstance(value, GENERATORS):
             generators[name] = _without_arrays(generator_state(value))
             continue
-        with suppress(RecursionError):  # a list that contains itself
+        with suppress(RecursionError):  # a list may contain itself
             if _bytes_of(value, apart) > _LARGEST or (name in first and same(value, first[name], depth=1000)):
                 continue
             values[name] = map_batch(torch.clone, value, copy.copy)
@@ -201,11 +200,11 @@ def own_attributes(cb: Callback, first: Mapping[str, Any] | None = None) -> dict
 
 
 _NOT_STATE = ("learn", "order", "run", "run_train", "run_valid")
-_LARGEST, _SMALL = 2**28, 2**16  # bytes of an attribute
+_LARGEST, _SMALL = 2**28, 2**16  # the largest attribute that is saved, and the largest that is compared, in bytes
 
 
 def _bytes_of(x: Any, apart: set[int]) -> float:
-    """About how many bytes a value takes in a file; infinite if it cannot be saved."""
+    """Return the approximate size of a value in a file, in bytes; infinity if it cannot be saved."""
     if isinstance(x, Tensor):
         return math.inf if why_not(x) or x.requires_grad or id(x) in apart else x.nbytes
     if isinstance(x, np.ndarray | np.generic):
@@ -221,7 +220,7 @@ def _bytes_of(x: Any, apart: set[int]) -> float:
 
 
 def values_beside(learn: "Learner") -> list[Tensor]:
-    """Return the parameters that are trained beside the model, and the buffers of the loss: alike on every rank."""
+    """Return the parameters that are trained beside the model, and the buffers of the loss; the same on every rank."""
     loss = unbound(learn.loss_func)[0]
     buffers = list(loss.buffers()) if isinstance(loss, nn.Module) else []
     return [t.detach() for t in (*optim.parameters_beside(unwrap(learn.model), learn.loss_func, learn.opts), *buffers)]
@@ -244,23 +243,23 @@ def _source_of(dl: Any) -> Any:
 
 
 def _without_arrays(x: Any) -> Any:
-    """Return numpy's random state with a list in the place of its array, which torch would not load by default."""
+    """Return numpy's random state with a list instead of its array, which torch would not load by default."""
     return tuple(part.tolist() if isinstance(part, np.ndarray) else part for part in x) if type(x) is tuple else x
 
 
-# Comparing it between ranks
+# Comparing states between ranks
 
 
 def state_table(learn: "Learner") -> dict[str, str]:
-    """Return what must be the same on all ranks: digests of tensors and the `repr` of anything else, by name.
+    """Return the facts that must be the same on all ranks: digests of tensors and the `repr` of other values, by name.
 
-    In training it leaves out the buffers that may differ between two forward passes. A host-device sync.
+    In training, buffers that may differ between two forward passes are left out. A host-device sync.
     """
     model = unwrap(learn.model)
     names = {id(p): name for name, p in model.named_parameters()}
     rates, states, beside = dict[str, Any](), dict[str, Any](), dict[str, Any]()
     opts = [f"optimizer {key!r}" for key in learn.opt] if isinstance(learn.opt, dict) else ["optimizer"]
-    for whose, opt in zip(opts, learn.opts, strict=False):  # there may be none
+    for whose, opt in zip(opts, learn.opts, strict=False):  # there may be no optimizer
         of = f" of {whose}" if len(opts) > 1 else ""
         saved, owners = dict(opt.state_dict()), dict[Any, str]()
         for i, (group, own) in enumerate(zip(saved.pop("param_groups"), opt.param_groups, strict=True)):
@@ -272,17 +271,18 @@ def state_table(learn: "Learner") -> dict[str, str]:
                     beside[owners[number] + of] = p
         for number, state in saved.pop("state").items():
             states |= {f"{whose} {name} of {owners.get(number, number)}": leaf for name, leaf in _leaves(state)}
-        states |= {f"{whose} {name}": leaf for name, leaf in _leaves(saved)}  # what one around another has
+        # An optimizer that wraps another one has more entries.
+        states |= {f"{whose} {name}": leaf for name, leaf in _leaves(saved)}
     for key, cb in taking_part(learn):
         method = type(cb).state_dict
-        # Recorders, trackers and loggers of this library have a clock and the like in theirs.
+        # The states of this library's recorders, trackers and loggers contain times and the like.
         if method is not Callback.state_dict and not cb.rank0_only and not (cb.only_fit and is_ours(method)):
             state = {name: value for name, value in state_of(cb).items() if name != "own"}
             states |= {f"{CALLBACK}{key} {name}": leaf for name, leaf in _leaves(state)}
     norms = [m for m in model.modules() if isinstance(m, StatisticsNorm) and not isinstance(m, nn.SyncBatchNorm)]
     apart = {id(buffer) for norm in norms if learn.training for buffer in norm.buffers(recurse=False)}
-    # Rates and counters first: where they differ, they are the cause of what differs in the weights. Of a shard every
-    # rank has other rows.
+    # Rates and counters come first: where they differ, they cause the differences in the weights. Shards are left out,
+    # as every rank has other rows.
     found = rates | {f"counter {name}": getattr(learn, name) for name in ("epoch", "iter", "train_iter")}
     found |= {f"parameter {name}": p for name, p in model.named_parameters()} | beside
     found |= {f"buffer {name}": b for name, b in model.named_buffers() if id(b) not in apart}
@@ -296,11 +296,11 @@ def state_table(learn: "Learner") -> dict[str, str]:
 
 _NO_OPTIONS = ("params", optim.GROUP, optim.COUNT, optim.WHOLE, optim.PLACES, optim.OPTIONS)
 CALLBACK = "callback "
-"""How the names of what callbacks have begin."""
+"""The beginning of the names of callbacks' entries in a `state_table`."""
 
 
 def _leaves(named: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
-    """The tensors and plain values inside nested containers; objects, whose `repr` may be an address, are left out."""
+    """Yield the tensors and plain values inside nested containers, but no objects, whose `repr` may be an address."""
     for name, value in named.items():
         if isinstance(value, Mapping):
             yield from _leaves({f"{name}.{key}": inner for key, inner in value.items()})
@@ -312,16 +312,16 @@ def _leaves(named: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
             yield str(name), value
 
 
-# Putting it back
+# Restoring a state
 
 
 def load_state_dict(learn: "Learner", state: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Put a state back into a learner; see `Learner.load_state_dict`.
+    """Restore a state of a learner; see `Learner.load_state_dict`.
 
     Returns:
-        What the next fit goes on from, if the state was taken in one: the rest of it is put back there.
+        The state from which the next fit continues, if it was taken in a fit: the next fit restores the rest of it.
     """
-    state = {**state, "opt": copy.deepcopy(state["opt"])}  # optimizers go on to use the tensors that they are given
+    state = {**state, "opt": copy.deepcopy(state["opt"])}  # optimizers keep the tensors that they are given
     put_model(learn, state)
     if learn.task is None:
         put_place(learn, state)
@@ -332,7 +332,7 @@ def load_state_dict(learn: "Learner", state: Mapping[str, Any]) -> Mapping[str, 
 
 
 def put_place(learn: "Learner", state: Mapping[str, Any]) -> None:
-    """Set the counters, and between fits have the loaders go on where they were."""
+    """Set the counters, and between fits also the positions of the loaders."""
     for name, value in state["counters"].items():
         setattr(learn, name, value)
     for dl, found in zip(learn.dls.loaders, state["loaders"] or (), strict=False):
@@ -341,7 +341,7 @@ def put_place(learn: "Learner", state: Mapping[str, Any]) -> None:
 
 
 def check_parts(state: Mapping[str, Any]) -> None:
-    """Refuse what is not a state of `state_dict`.
+    """Refuse an object that is not a state of `state_dict`.
 
     Raises:
         CheckpointError: parts are missing.
@@ -361,29 +361,29 @@ _PARTS = (
 
 
 def put_model(learn: "Learner", state: Mapping[str, Any], with_opt: bool = True, name: str = "the state") -> None:
-    """Load weights, the optimizers' state, and what is trained beside; nothing is changed if something does not fit.
+    """Load weights, the optimizers' state, and values beside the model; change nothing if something does not fit.
 
     Args:
         learn: the learner.
         state: as `state_dict` returns it.
-        with_opt: also the optimizers' state; not if it is of other optimizers.
-        name: of the state, for errors.
+        with_opt: load the optimizers' state, too; False if it is of other optimizers.
+        name: the name of the state, for errors.
 
     Raises:
-        CheckpointError, ValueError: weights or parameter groups are others.
+        CheckpointError, ValueError: the weights or parameter groups do not fit.
     """
     model = unwrap(learn.model)
-    weights = copy.copy(state["model"])  # which may lose the prefixes of its names
+    weights = copy.copy(state["model"])  # loading may remove prefixes of its names
     saved = fitted(Saved(name, weights), model, strict=True)
     put_trained(learn, state, with_opt)
     model.load_state_dict(rows_for(saved.weights, model))
 
 
 def put_trained(learn: "Learner", state: Mapping[str, Any], with_opt: bool = True) -> None:
-    """Load what belongs to the weights: the optimizers' state, and what is trained beside; the arguments are as above.
+    """Load the optimizers' state and the values beside the model, with the arguments of `put_model`.
 
     Raises:
-        ValueError: parameter groups are others.
+        ValueError: the parameter groups do not fit.
     """
     if with_opt and state["opt"] is not None:
         optim.load_state(learn.opt, state["opt"])
@@ -398,15 +398,15 @@ def put_trained(learn: "Learner", state: Mapping[str, Any], with_opt: bool = Tru
 
 
 def put_rest(learn: "Learner", state: Mapping[str, Any], name: str = "the state") -> None:
-    """Give modules their modes, and callbacks and random generators what they had.
+    """Restore the modes of modules, and the states of callbacks and random generators.
 
     Args:
         learn: the learner.
-        state: as `state_dict` returns it; its callbacks may have a list of what all ranks had as 'ranks'.
-        name: of the state, for errors.
+        state: as `state_dict` returns it; its callbacks may have a list of all ranks' states as 'ranks'.
+        name: the name of the state, for errors.
 
     Raises:
-        CheckpointError: a callback does not take its state.
+        CheckpointError: a callback does not accept its state.
     """
     evaluating, rank = set(state["eval"]), state["rank"]
     for key, module in unwrap(learn.model).named_modules():
@@ -420,7 +420,7 @@ def put_rest(learn: "Learner", state: Mapping[str, Any], name: str = "the state"
                 found["own"] = rank["callbacks"][key]
         if found:
             try:
-                _put_callback(cb, copy.deepcopy(found))  # as torch's own methods take things out
+                _put_callback(cb, copy.deepcopy(found))  # a copy, as torch's own methods remove entries
             except Exception as e:
                 raise CheckpointError(
                     f"{cb!r}.load_state_dict() did not take what its state_dict() had returned, from {name}: "
@@ -430,7 +430,7 @@ def put_rest(learn: "Learner", state: Mapping[str, Any], name: str = "the state"
         *states, devices = rank["random"]
         seeds.set_seed_states(tuple(states))
         seeds.set_device_states(learn.dls.device, devices)
-    else:  # of a rank that there was not
+    else:  # the state has no such rank
         seed = seeds.stream_seed(rank["seed"], distributed.rank())
         distributed.set_seed(seeds.stream_seed(seed, state["counters"]["train_iter"]))
 
@@ -442,7 +442,8 @@ def _put_callback(cb: Callback, state: dict[str, Any]) -> None:
     ranks = [state["own"]] if "own" in state else state["ranks"]
     own = ranks[distributed.rank() if distributed.rank() < len(ranks) else 0]
     for name, value in own.get("values", {}).items():
-        if name not in _NOT_STATE and not callable(getattr(type(cb), name, None)):  # as in a file of somebody else
+        # A forged file might replace methods.
+        if name not in _NOT_STATE and not callable(getattr(type(cb), name, None)):
             on_device = name in own.get("on_device", ())
             _put_attribute(cb, name, to_device(value, cb.learn.dls.device) if on_device else value)
     for name, value in own.get("generators", {}).items():
@@ -455,9 +456,9 @@ def _put_attribute(owner: Any, name: str, value: Any) -> None:
 
 
 def filled(here: Any, value: Any) -> Any:
-    """Return `value`; or `here` with the content of `value`, where that can be put into it, as others may refer to it.
+    """Return `here`, filled with the content of `value`, as other objects may refer to it; `value` if that fails.
 
-    That is so of lists, dicts and sets, and of tensors and arrays of the same shape and type which are not trained.
+    Lists, dicts and sets can be filled, and so can untrained tensors and arrays of the same shape and type.
     """
     if type(here) is not type(value):
         return value
@@ -471,7 +472,8 @@ def filled(here: Any, value: Any) -> Any:
     ):
         here[...] = value
     elif isinstance(here, Tensor) and not (here.requires_grad or value.requires_grad) and _kind(here) == _kind(value):
-        if not torch.equal(here, value.to(here.device)):  # a host-device sync; else its memory may be read-only
+        # A host-device sync; an equal tensor is not written, as its memory may be read-only.
+        if not torch.equal(here, value.to(here.device)):
             here.copy_(value)
     else:
         return value
@@ -489,30 +491,30 @@ def _put_loader(learn: "Learner", dl: Any, state: Mapping[str, Any]) -> None:
 
 
 class Resumption:
-    """Has a fit go on from a state that was taken inside of another one; each part of it is put back once.
+    """Lets a fit continue from a state that was taken inside another fit; each part of it is restored once.
 
-    Model, optimizers, the count of batches and the place in the data are put back in `before_fit`. What callbacks and
-    random generators had is put back at its end, or, if the state was taken in an epoch, in the `before_train` of that
-    epoch: when the hooks that came before have run again. If the training of the epoch was over then, its `after_train`
-    has run, and is left out.
+    Model, optimizers, the count of batches and the position in the data are restored in `before_fit`. The states of
+    callbacks and random generators are restored at its end, or, if the state was taken in an epoch, in the
+    `before_train` of that epoch, when the earlier hooks have run again. If the training of the epoch was over, its
+    `after_train` has run and is skipped.
 
     Args:
         state: as `state_dict` returns it.
-        with_opt: also the optimizers' state.
-        name: of the state, for errors.
+        with_opt: restore the optimizers' state, too.
+        name: the name of the state, for errors.
     """
 
     def __init__(self, state: Mapping[str, Any], with_opt: bool = True, name: str = "the state") -> None:
         self.state, self.with_opt, self.name = state, with_opt, name
 
     def begin(self, learn: "Learner") -> tuple[dict, dict] | None:
-        """Put back what is needed from the start on; to be called in `before_fit`, after other callbacks.
+        """Restore the parts that are needed from the start; called in `before_fit`, after other callbacks.
 
         Returns:
-            Of a state from the end of a fit what the next fit's `Position.follow` takes.
+            The arguments of the next fit's `Position.follow`, if the state is from the end of a fit.
 
         Raises:
-            CheckpointError: something does not fit.
+            CheckpointError: the state does not fit the learner.
         """
         counters, data, place = self.state["counters"], self.state["position"], self.state["place"]
         own, ended, position = self.state["rank"].get("position") or {}, None, learn._position
@@ -535,10 +537,10 @@ class Resumption:
         return ended
 
     def enter(self, learn: "Learner") -> None:
-        """Put back the rest if the state was taken in an epoch; to be called once, in `before_train`, after others.
+        """Restore the rest of a state that was taken in an epoch; called once, in `before_train`, after others.
 
         Raises:
-            CheckpointError: something does not fit.
+            CheckpointError: the state does not fit the learner.
         """
         if self.state["place"] in (TRAIN, TRAINED):
             self._put_rest(learn)
@@ -548,15 +550,15 @@ class Resumption:
     def _put_rest(self, learn: "Learner") -> None:
         counters = self.state["counters"]
         with fitting(self.name):
-            if learn.n_epoch and counters["n_epoch"]:  # a budget of steps counts for itself
-                same = learn.n_epoch == counters["n_epoch"]  # then exactly what it was, without a rounding
+            if learn.n_epoch and counters["n_epoch"]:  # a budget of steps sets it by itself
+                same = learn.n_epoch == counters["n_epoch"]  # in this case the value is exact, without a rounding
                 learn.pct_train = counters["pct_train"] * (1 if same else counters["n_epoch"] / learn.n_epoch)
             put_rest(learn, self.state, self.name)
 
 
 @contextmanager
 def fitting(name: str) -> Iterator[None]:
-    """Make errors in here, which are of many types where values are not what was written, a `CheckpointError`."""
+    """Turn errors in this context, which have many types if a file was changed, into a `CheckpointError`."""
     try:
         yield
     except CheckpointError:
@@ -568,7 +570,7 @@ def fitting(name: str) -> Iterator[None]:
 
 
 class _GoOn(Callback):
-    """Has a fit go on from the state that `Learner.load_state_dict` was given."""
+    """Lets a fit continue from the state that `Learner.load_state_dict` was given."""
 
     order = 9_999
     only_fit = True
@@ -588,7 +590,7 @@ class _GoOn(Callback):
 
 
 class _Trained(Callback):
-    """Leaves out, once, the `after_train` of all callbacks: of an epoch for which it has run in another process."""
+    """Skips, once, the `after_train` of all callbacks, in an epoch for which it has run in another process."""
 
     order = -20_000  # the first of all
 
@@ -598,5 +600,5 @@ class _Trained(Callback):
 
 
 def going_on(state: Mapping[str, Any] | None) -> list[Callback]:
-    """Return the callback that has a fit go on from a state; none if there is no state."""
+    """Return the callback that lets a fit continue from a state; no callback without a state."""
     return [] if state is None else [_GoOn(Resumption(state))]

@@ -1,4 +1,4 @@
-"""The callback that saves a whole run now and then, and goes on from there in another process."""
+"""The callback that saves a whole run at intervals, and continues it in another process."""
 
 import os
 import re
@@ -33,19 +33,19 @@ from learnerkit.text import first_few, format_time, printable
 from learnerkit.utils import unwrap, warn
 
 _ENDS = "ends"  # the directory of the states at the end of each fit
-_FITS = 10  # so many of them are kept
-_AGAIN = 1.0  # seconds: a scheduler may send a signal to the launcher, which passes it on, and to the ranks
+_FITS = 10  # the number of such states that are kept
+_AGAIN = 1.0  # in seconds: a scheduler may signal both the ranks and the launcher, which passes the signal on
 
 _ends_here: set[Path] = set()
-"""The directories of the ends of fits that this process has saved."""
+"""The directories in which this process has saved the ends of fits."""
 
-_SUFFIXES = {TRAIN: "", TRAINED: "-trained", EPOCH: "-done", FIT: "-end"}  # of the names of checkpoints
+_SUFFIXES = {TRAIN: "", TRAINED: "-trained", EPOCH: "-done", FIT: "-end"}  # the suffixes of checkpoints' names
 _NUMBERS = ("fit", "step", "epoch", "n_epoch", "n_steps", "time")
 _INFO = dict.fromkeys(_NUMBERS, 0) | {"place": "", "lr_finds": [{}], "launchers": [""]}
 
 
 class Stopped(SystemExit):
-    """Leaves the process after it was asked to end by a signal, and has saved."""
+    """The exit of a process that a signal has asked to end, after it has saved."""
 
     def __init__(self) -> None:
         super().__init__(128 + signal.SIGTERM)
@@ -55,36 +55,37 @@ class Stopped(SystemExit):
 class CheckpointCallback(StepCounter):
     """Saves the whole run in regular intervals, and continues it exactly in another process.
 
-    A checkpoint is a directory in `path`: the weights as `model.safetensors`, and all else that the rest of the run
-    depends on: optimizers, schedules, what callbacks remember (`Callback.state_dict`), the recorder's history, the
-    random states of every rank, and the place in the data. The run that continues has the same sample order, losses and
-    weights, bit by bit on CPU, as one that was not interrupted; with another number of ranks up to rounding.
+    A checkpoint is a directory in `path`: the weights as `model.safetensors`, and all else on which the rest of the run
+    depends: optimizers, schedules, the state of callbacks (`Callback.state_dict`), the recorder's history, the random
+    states of every rank, and the position in the data. The continued run has the same sample order, losses and weights,
+    bit by bit on CPU, as an uninterrupted one; with another number of ranks they differ by rounding.
 
-    A script is continued by running it again. Its fits that were done return at once, with the model and the record as
-    they were then, and so does `lr_find`; the fit that was interrupted goes on where it was saved last. After a
-    restart by the launcher (`--max-restarts`), or by a search, this happens by itself.
+    A script is continued by running it again. Its finished fits, and `lr_find`, return at once, with the model and the
+    record as they were then; the interrupted fit continues from its last checkpoint. After a restart by the launcher
+    (`--max-restarts`), or by a search, this happens without `resume`.
 
     SIGTERM saves after the present step, on all ranks, and ends the process with exit code 143; another one, a second
-    later, ends it at once. SIGUSR1 saves and goes on. On several ranks Ctrl-C, and Stop in a notebook, save before they
-    interrupt.
+    later, ends it at once. SIGUSR1 saves and continues. On several ranks Ctrl-C, and Stop in a notebook, save before
+    they interrupt.
 
     Args:
-        path: a directory for this run alone, which all machines share; for `resume="run:ID"` also one above it.
+        path: a directory for this run alone, which all machines share; for `resume="run:ID"`, it may also be a parent
+            of that directory.
         every: 'epoch', a number of optimizer steps, or minutes such as '10min'. The last epoch's end is always saved.
-        keep: how many checkpoints stay, the newest. The states at the end of fits are kept beside them.
-        resume: go on from the newest whole checkpoint, if there is one. "run:ID", with the `run_id` of a tracker, goes
-            on with the checkpoints of that run, which are looked for in `path` and the directories below it.
-        save_on_signal: whether signals save. They are seen only where the fit runs in the main thread; between fits,
-            when the last one is saved, they do what they do without this callback.
-        async_save: copy what is saved to the host's memory, and write it while training goes on.
-        strict: refuse to resume where the configuration or the callbacks have changed, rather than warn.
-        per_learner: give each Learner of the script a directory of its own in `path`, by the order in which they are
-            made: `learner0`, `learner1`, ... A script that is resumed must make them in the same order.
+        keep: the number of newest checkpoints that are kept. The states at the end of fits are kept beside them.
+        resume: continue from the newest whole checkpoint, if there is one. "run:ID", with the `run_id` of a tracker,
+            continues from the checkpoints of that run, which are searched in `path` and the directories below it.
+        save_on_signal: save on signals. They are seen only if the fit runs in the main thread; between fits, signals
+            act as without this callback.
+        async_save: copy the state to the host's memory, and write it while training continues.
+        strict: refuse to resume if the configuration or the callbacks have changed, rather than warn.
+        per_learner: give each Learner of the script its own directory in `path`, in the order in which they are made:
+            `learner0`, `learner1`, ... A resumed script must make them in the same order.
 
     Raises:
-        TypeError, ValueError: arguments that cannot work.
-        CheckpointError: there are no checkpoints of the tracker's run, or several directories of them; in
-            `before_fit`: the directory cannot be written, has another run's checkpoints, or what is there does not fit.
+        TypeError, ValueError: invalid arguments.
+        CheckpointError: there are no checkpoints of the tracker's run, or several directories of them; in `before_fit`:
+            the directory cannot be written, has another run's checkpoints, or its checkpoints do not fit.
     """
 
     order = 10_000
@@ -99,10 +100,10 @@ class CheckpointCallback(StepCounter):
         if not isinstance(path, str | Path) or "\0" in str(path):
             raise TypeError(f"got path={path!r}; it is the directory for the checkpoints of this run, such as 'runs/1'")
         arguments.check_count("keep", keep, "a number of checkpoints")
-        # Absolute, as the script may change its directory between two checkpoints.
+        # The path is absolute, because the script may change its directory between two checkpoints.
         self.path, self.keep, self.resume, self.strict = Path(path).expanduser().absolute(), keep, bool(resume), strict
         self.every, self.save_on_signal, self.async_save = every, save_on_signal, async_save
-        if any("\ud800" <= c <= "\udfff" for c in str(self.path)):  # bytes of a name that are none of UTF-8
+        if any("\ud800" <= c <= "\udfff" for c in str(self.path)):  # the name has bytes that are not UTF-8
             raise ValueError(
                 f"the path {printable(str(self.path))} is no UTF-8, so that what is saved there could not be read again"
             )
@@ -112,22 +113,24 @@ class CheckpointCallback(StepCounter):
             self.path = _of_run(self.path, resume)
         self.per_learner, self._above = per_learner, self.path
         self._every_steps, self._seconds = _interval(every)
-        self._found: Checkpoint | None = None  # where the run is to go on
-        self._looked = False  # for it, and what was found holds
-        self._fit = -1  # its number
-        self._carried: tuple[dict, dict] | None = None  # the place after the fit before, if its data are unread here
+        self._found: Checkpoint | None = None  # the checkpoint from which the run continues
+        self._looked = False  # `_found` is up to date
+        self._fit = -1  # the number of the fit
+        # The position after the last fit, if this process has not read its data.
+        self._carried: tuple[dict, dict] | None = None
         self._forget()
 
     def _forget(self) -> None:
-        self._storage = Storage(self.path, self.keep, self.async_save)  # of the checkpoints that are no ends of fits
-        self._ends = ExitStack()  # what the end of the fit puts back
+        self._storage = Storage(self.path, self.keep, self.async_save)  # the storage of checkpoints inside fits
+        self._ends = ExitStack()  # the functions that undo changes at the end of the fit
         self._request = Request()
-        self._resumption: Resumption | None = None  # until all of it is put back
+        self._resumption: Resumption | None = None  # kept until all of the state is restored
         self._trained: Mapping[str, Any] | None = None  # the state before validation
-        self._saved_at = -1  # the step after which the last one was taken
+        self._saved_at = -1  # the step after which the last checkpoint was taken
         self._config: dict[str, Any] = {}
-        self._first: dict[str, dict[str, Any]] = {}  # attributes of callbacks when the fit began
-        self._infinite: dict[str, Tensor] = {}  # where values were infinite, or NaN, when the fit began, as in a mask
+        self._first: dict[str, dict[str, Any]] = {}  # the attributes of callbacks at the start of the fit
+        # Masks of values that were not finite at the start of the fit, as in an attention mask.
+        self._infinite: dict[str, Tensor] = {}
 
     # The beginning of a fit
 
@@ -137,17 +140,17 @@ class CheckpointCallback(StepCounter):
         if sum(isinstance(cb, CheckpointCallback) for cb in learn.cbs) > 1:
             raise ValueError("two callbacks CheckpointCallback: a run is saved in one directory, by one of them")
         self._enter()
-        self._looked = self._looked and learn.n_fits > self._fit  # else this is another learner
+        self._looked = self._looked and learn.n_fits > self._fit  # otherwise this is another learner
         follows, self._fit = learn.n_fits == self._fit + 1, learn.n_fits
         if (agreement := learn._agreement) is not None:
             self._request = agreement.request
         lock = Lock(self.path)
         self._ends.callback(lock.release)
-        self._ends.callback(lambda: self._storage.wait())  # it may be another one by then
+        self._ends.callback(lambda: self._storage.wait())  # the storage is looked up then, as `_save` may replace it
         with distributed.grouped_collectives():
             lock.acquire()
             found = self._look()
-            self._looked = False  # until the fit has ended: one that fails may be tried again, from what was saved
+            self._looked = False  # a fit that fails may be tried again, from its checkpoints
             self._config = state.configuration(learn)
             carried, self._carried = self._carried, None
             position = learn._position
@@ -172,7 +175,7 @@ class CheckpointCallback(StepCounter):
             self._storage = Storage(path, self.keep, self.async_save)
 
     def _look(self) -> Checkpoint | None:
-        """What this fit goes on from; every rank must reach this."""
+        """Return the checkpoint from which this fit continues; every rank must reach this."""
         fit = self.learn.n_fits
         found = self._newest()
         if found is None or found.info["fit"] < fit:
@@ -186,9 +189,10 @@ class CheckpointCallback(StepCounter):
             )
             self._end()
         unit = "n_steps" if self.learn.n_epoch is None else "n_epoch"
-        if found.info["fit"] > fit or (end and getattr(self.learn, unit) <= end.info[unit]):  # not to train for longer
+        # The fit is not to train for longer.
+        if found.info["fit"] > fit or (end and getattr(self.learn, unit) <= end.info[unit]):
             return end
-        # The newest from before the end of the fit, where others change things.
+        # The fit is to train for longer: it continues from the newest checkpoint before its end.
         last = _newest_of(self._storage) if found.info["place"] == FIT else None
         return found if last is None or last.info["fit"] != fit else last
 
@@ -197,12 +201,13 @@ class CheckpointCallback(StepCounter):
         raise FitDone(agreed=True)
 
     def _newest(self) -> Checkpoint | None:
-        """The newest checkpoint of the run, looked for once; every rank must reach this."""
+        """Return the newest checkpoint of the run, searched for once; every rank must reach this."""
         if self._looked:
             return self._found
         used, launchers = distributed.broadcast(_is_used(self.path)), distributed.all_gather(_launcher())
         restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
-        goes_on = (self.path / _ENDS / str(self.learn.n_fits - 1)).resolve() in _ends_here  # after a fit of this script
+        # This script has done a fit here.
+        goes_on = (self.path / _ENDS / str(self.learn.n_fits - 1)).resolve() in _ends_here
         if not used or (goes_on and not self.resume):
             self._looked = True
             return None
@@ -210,7 +215,7 @@ class CheckpointCallback(StepCounter):
             raise self._used()
         try:
             found, damage = _newest_of(self._storage), None
-        except CheckpointError as e:  # all of them are damaged; the end of a fit may be whole
+        except CheckpointError as e:  # all checkpoints inside the fit are damaged; the end of a fit may be whole
             found, damage = None, e
         for fit in distributed.broadcast(sorted(_numbers(self.path / _ENDS), reverse=True)):
             if found is not None and (found.info["place"] == FIT or found.info["fit"] > fit):
@@ -218,7 +223,7 @@ class CheckpointCallback(StepCounter):
             found = self._end_of(fit) or found
         if found is None and damage is not None:
             raise damage
-        # A trial of a search has a result of its own, so that resume=True continues its own checkpoints alone.
+        # A trial of a search has its own result, so resume=True continues only its own checkpoints.
         continues_any = self.resume and not _is_trial()
         if found is not None and not continues_any and not {*launchers} & {*found.info["launchers"]}:
             raise self._used()
@@ -237,17 +242,17 @@ class CheckpointCallback(StepCounter):
         )
 
     def _end_of(self, fit: int) -> Checkpoint | None:
-        """The state at the end of a fit; every rank must reach this."""
+        """Return the checkpoint at the end of a fit; every rank must reach this."""
         path = self.path / _ENDS / str(fit)
         try:
             return _newest_of(Storage(path)) if distributed.broadcast(path.is_dir()) else None
-        except CheckpointError:  # damaged, as was warned of; the fit goes on from an earlier one
+        except CheckpointError:  # it is damaged, as a warning has said; the fit continues from an earlier one
             return None
 
     def _take_up(self, found: Checkpoint, now: dict[str, Any]) -> None:
-        """Put the state of a checkpoint into the learner, and end the fit if it was done."""
+        """Load the state of a checkpoint into the learner, and end the fit if it was done."""
         learn, info, path = self.learn, found.info, str(found.path)
-        found.in_place = learn.shards is not None  # each rank takes its rows
+        found.in_place = learn.shards is not None  # each rank reads its rows
         then = _read_state(found, learn, now)
         self._resumption = resumption = Resumption(then, self._compare(then), path)
         self._carried = resumption.begin(learn)
@@ -263,7 +268,7 @@ class CheckpointCallback(StepCounter):
         self._tell(found)
 
     def _compare(self, then: dict[str, Any]) -> bool:
-        """Warn of what has changed, or refuse it; tell whether the optimizer is of the same kind."""
+        """Warn about changes since the checkpoint, or refuse them; return whether the optimizer is of the same kind."""
         before, now = then["config"], self._config
         fit = dict(now["fit"])
         for name in ("n_epoch", "n_steps"):
@@ -312,14 +317,15 @@ class CheckpointCallback(StepCounter):
         learn = self.learn
         if not learn.training:
             if self._request.mine > SAVE and self._trained is not None:
-                raise CancelFitException  # `after_cancel_fit` saves what was before the validation
+                raise CancelFitException  # `after_cancel_fit` saves the state before the validation
             return
         if not learn.step_due:
             self._step_open = True
             return
         if self._step_open:
             self._step_open = False
-        vars(self)["_steps"] = steps = self._steps + 1  # at every step: an assignment to a callback takes longer
+        # At every step: an assignment to a callback's attribute takes longer.
+        vars(self)["_steps"] = steps = self._steps + 1
         every = self._every_steps
         is_due = bool(every) and steps // every > max(self._saved_at, 0) // every
         if time.monotonic() > self._deadline and (learn.n_ranks == 1 or distributed.is_main()):
@@ -331,17 +337,18 @@ class CheckpointCallback(StepCounter):
         grads = [local(p.grad) for p in optim.parameters_of(learn.opts) if p.grad is not None]
         kept = any(bool(grad.to_dense().any()) for grad in grads)
         if distributed.reduce(int(kept), "max"):
-            return  # a callback accumulates gradients over several batches: at the end of that step
+            # A callback accumulates gradients over several batches: the checkpoint waits for the end of that step.
+            return
         if self._saved_at < steps - (asked == SAVE and learn.n_ranks > 1 and not is_due):
             self._save(TRAIN)
         self._serve(asked)
 
     def _asked(self) -> int:
-        """What was asked for from outside; on several ranks, what all of them know of."""
+        """Return the request from outside; on several ranks, the request that all of them know."""
         return self._request.mine if self.learn.n_ranks == 1 else self._request.agreed
 
     def _serve(self, asked: int) -> None:
-        """Do what else was asked for, once the run is saved."""
+        """Serve the rest of a request, once the run is saved."""
         if not asked:
             return
         self._request.done()
@@ -352,14 +359,14 @@ class CheckpointCallback(StepCounter):
     def after_train(self) -> None:
         super().after_train()
         learn = self.learn
-        if learn.n_steps:  # a budget has ended the last batch before this callback
+        if learn.n_steps:  # a budget of steps has ended the last batch before this callback ran
             self._steps = round(learn.pct_train * learn.n_steps)
         if self._request.heard and learn.dls.valid is not None:
-            # Model and optimizer stay as they are until `after_epoch`, so no copy is needed.
+            # Model and optimizer do not change until `after_epoch`, so no copy is needed.
             self._trained = state_dict(learn, self._first)
 
     def after_cancel_fit(self) -> None:
-        """Save what was the state before a validation that a signal has cut short."""
+        """Save the state before a validation that a signal has cut short."""
         asked = self._asked()
         if asked > SAVE and self._trained is not None:
             self._save(TRAINED, self._trained)
@@ -388,14 +395,14 @@ class CheckpointCallback(StepCounter):
         """Write a checkpoint unless values became NaN or infinite in this fit; every rank must reach this.
 
         Args:
-            place: where in the fit the state is from.
+            place: the place in the fit at which the state was taken.
             now: the state; by default the present one.
         """
         learn, now = self.learn, now or state_dict(self.learn, self._first)
         found = _not_finite(_values(now))
         bad = [name for name, where in found.items() if bool((where & ~self._infinite.get(name, _NOWHERE)).any())]
         if distributed.reduce(int(bool(bad)), "max"):
-            everywhere = dict.fromkeys(chain(*distributed.all_gather(bad)))  # of shards each rank has its rows
+            everywhere = dict.fromkeys(chain(*distributed.all_gather(bad)))  # each rank has its rows of shards
             if distributed.is_main():
                 warn(f"no checkpoint is written: {first_few(everywhere)} are not finite; the last one stays")
             return
@@ -417,15 +424,15 @@ class CheckpointCallback(StepCounter):
         self._deadline = time.monotonic() + self._seconds
 
     def to_dcp(self, path: str | Path) -> Path:
-        """Write the newest checkpoint for other tools, in the format of `torch.distributed.checkpoint`, on rank 0.
+        """Write the newest checkpoint in the format of `torch.distributed.checkpoint`, for other tools, on rank 0.
 
-        It has 'model', the state dict of the model, and 'optimizer', that of the optimizer with the names of parameters
-        in the place of their numbers, as `torch.distributed.checkpoint.state_dict` has it; of several optimizers one
-        under each name. `torch.distributed.checkpoint.load` reads them on any number of ranks, sharded or not. Call it
-        between fits; no other rank need come.
+        It has 'model', the state dict of the model, and 'optimizer', that of the optimizer by the names of parameters,
+        as in `torch.distributed.checkpoint.state_dict`; for several optimizers, one under each name.
+        `torch.distributed.checkpoint.load` reads them on any number of ranks, sharded or not. Call it between fits;
+        other ranks need not call it.
 
         Args:
-            path: a directory, which is made.
+            path: the directory to make.
 
         Returns:
             The directory.
@@ -444,7 +451,7 @@ class CheckpointCallback(StepCounter):
             found = max((c for c in map(_newest_of, storages) if c is not None), key=_age, default=None)
         if found is None:
             raise CheckpointError(f"{self.path} has no checkpoint; to_dcp writes the newest one for other tools")
-        found.in_place = True  # values are read as they are written
+        found.in_place = True  # values are read only when they are written
         state, opt = {"model": dict(found.weights())}, found.state()["opt"]
         if opt is not None:
             state["optimizer"] = _by_name(self.learn.opt, opt, unwrap(self.learn.model))
@@ -454,7 +461,7 @@ class CheckpointCallback(StepCounter):
     # Signals
 
     def _listen(self) -> None:
-        """See SIGTERM and SIGUSR1 until the end of the fit."""
+        """Handle SIGTERM and SIGUSR1 until the end of the fit."""
         if not self.save_on_signal:
             return
         if threading.current_thread() is not threading.main_thread():
@@ -480,10 +487,10 @@ class CheckpointCallback(StepCounter):
     # Earlier calls of lr_find
 
     def recorded_lr_find(self, number: int) -> dict[str, float] | None:
-        """The rates that an earlier process has found; every rank must reach this.
+        """Return the rates that an earlier process has found; every rank must reach this.
 
         Args:
-            number: of the call of `lr_find`, from 0.
+            number: the index of the call of `lr_find`.
         """
         self._enter()
         found = self._newest()
@@ -492,17 +499,18 @@ class CheckpointCallback(StepCounter):
 
 
 def _read_state(found: Checkpoint, learn: Any, now: dict[str, Any]) -> dict[str, Any]:
-    """Read a state as `run_state.state_dict` returned it; every rank reads what is alike, and what is its own.
+    """Read a state as `run_state.state_dict` returned it; every rank reads the common part and its own part.
 
-    Its values have the types of those of the present state, `now`, except what callbacks of others have: their
-    `load_state_dict` may take anything. With another number of ranks callbacks get what all had, under 'ranks'.
+    Its values must have the types of those of the present state, `now`, except the states of other people's callbacks:
+    their `load_state_dict` may take anything. With another number of ranks, callbacks get the states of all ranks under
+    'ranks'.
 
     Raises:
         CheckpointError: a value is of another type.
     """
     then, rank = found.state(), distributed.rank()
     mine, file = found.own(rank), f"{found.path}/state.json: state"
-    theirs = ("TorchScheduler",)  # has the state of a scheduler, which may be anybody's
+    theirs = ("TorchScheduler",)  # it has the state of a scheduler of any library
     ours = {key for key, cb in keys(learn.cbs) if is_ours(type(cb)) and type(cb).__name__ not in theirs}
 
     def of_ours(states: dict[str, Any]) -> dict[str, Any]:
@@ -529,7 +537,8 @@ def _read_state(found: Checkpoint, learn: Any, now: dict[str, Any]) -> dict[str,
             for key in (key for each in ranks for key in each):
                 then["callbacks"].setdefault(key, {})["ranks"] = [each[key] for each in ranks if key in each]
             mine = (mine or {"seed": owns[0]["seed"]}) | {"callbacks": {}}
-        then["callbacks"][state.BUDGET] = {"steps": found.info["step"], "open": False}  # it counts what is counted here
+        # It starts from the steps of this fit.
+        then["callbacks"][state.BUDGET] = {"steps": found.info["step"], "open": False}
     return then | {"model": found.weights(), "rank": mine, "place": found.info["place"]}
 
 
@@ -538,7 +547,7 @@ def _age(found: Checkpoint) -> tuple[int, float]:
 
 
 def _by_name(made: Any, state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Return the state of optimizers with the names of parameters in the place of their numbers."""
+    """Return the state of optimizers by the names of parameters instead of their indices."""
     if isinstance(made, dict):
         return {name: _by_name(opt, state[name], model) for name, opt in made.items()}
     names = {p: name for name, p in model.named_parameters()}
@@ -548,17 +557,17 @@ def _by_name(made: Any, state: dict[str, Any], model: nn.Module) -> dict[str, An
 
 
 def _parts(now: Mapping[str, Any]) -> tuple[Any, dict[str, Any], Any]:
-    """The weights of a state, what else is alike on all ranks, and what is this rank's."""
+    """Return the weights of a state, the rest that is the same on all ranks, and this rank's own part."""
     return now["model"], {name: part for name, part in now.items() if name not in ("model", "rank")}, now["rank"]
 
 
 def _values(now: Mapping[str, Any]) -> dict[str, Any]:
-    """The weights and buffers of the model, and what is trained beside it, by names."""
+    """Return the weights and buffers of the model, and the values that are trained beside it, by name."""
     return now["model"] | {f"value {i} beside the model": t for i, t in enumerate(now["beside"])}
 
 
 def _note(request: Request, asked: int, signum: int, frame: object) -> None:
-    """The handler of a signal, which only notes it; a second SIGTERM ends the process."""
+    """Handle a signal by recording it; end the process at a second SIGTERM."""
     now = time.monotonic()
     if asked == END and (request.failed or (request.mine == END and now > request.since + _AGAIN)):
         end_at_once()
@@ -568,7 +577,7 @@ def _note(request: Request, asked: int, signum: int, frame: object) -> None:
 
 
 def _interval(every: Any) -> tuple[int, float]:
-    """The steps and the seconds of `every`; 0 and infinite where it does not say them."""
+    """Return the steps and the seconds of `every`; 0 and infinity where it does not give them."""
     if every == "epoch":
         return 0, inf
     if type(every) is int and every > 0:
@@ -580,10 +589,10 @@ def _interval(every: Any) -> tuple[int, float]:
 
 
 def _newest_of(storage: Storage) -> Checkpoint | None:
-    """The newest whole checkpoint, with an info of the right types; every rank must reach this.
+    """Return the newest whole checkpoint, with an info of the right types; every rank must reach this.
 
     Raises:
-        CheckpointError: on all ranks: there are checkpoints, and all are damaged; or the newest is not one of a run.
+        CheckpointError: on all ranks: there are checkpoints, and all are damaged; or the newest one is not of a run.
     """
     found = storage.newest()
     if found is not None:
@@ -595,7 +604,7 @@ def _newest_of(storage: Storage) -> Checkpoint | None:
 
 
 def _of_run(path: Path, resume: str) -> Path:
-    """The directory with the checkpoints of a tracker's run, at `path` or below it.
+    """Return the directory with the checkpoints of a tracker's run, at `path` or below it.
 
     Raises:
         CheckpointError: there is none, or more than one.
@@ -606,7 +615,7 @@ def _of_run(path: Path, resume: str) -> Path:
         raise ValueError(f"got resume={resume!r}; it is True, False, or 'run:ID' with the run_id of a tracker")
     found: dict[str, set[str]] = {}
     for one in (each for folder in (path, *path.rglob("*/")) for each in candidates(folder)):
-        with suppress(CheckpointError):  # a damaged one; the others say the same
+        with suppress(CheckpointError):  # a damaged checkpoint is skipped; the others name the same run
             folder = one.parents[2] if one.parents[1].name == _ENDS else one.parent
             for each in manifest_of(one)["info"].get("runs", []):
                 found.setdefault(str(each), set()).add(str(folder))
@@ -625,13 +634,13 @@ def _is_used(path: Path) -> bool:
 
 
 def _shown(path: Path) -> str:
-    """A path as seen from the present directory, where it lies below that, and safe to print."""
+    """Return a path in printable form, relative to the present directory if it lies below that."""
     here = Path.cwd()
     return printable(str(path.relative_to(here) if path.is_relative_to(here) else path), 1000)
 
 
 def _numbers(path: Path) -> list[int]:
-    """The numbers that the directories in here have for names."""
+    """Return the decimal names of the directories in `path`, as numbers."""
     return [int(p.name) for p in path.iterdir() if p.name.isdecimal()] if path.is_dir() else []
 
 
@@ -641,9 +650,9 @@ def _is_trial() -> bool:
 
 
 def _launcher() -> str:
-    """Tell what has started this process from all others, also of earlier boots and other machines."""
+    """Return a text that identifies the launcher of this process, also among earlier boots and other machines."""
     if named := os.environ.get("LEARNERKIT_LAUNCHER"):
-        return named  # by a search, which is the same one when it has been started again
+        return named  # a search sets it; it is the same after a restart
     parent, began = os.getppid(), ""
     with suppress(OSError, IndexError):
         began = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
@@ -652,12 +661,12 @@ def _launcher() -> str:
 
 @torch.no_grad()
 def _not_finite(values: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Where tensors have a NaN or an infinite value, by their names. A host-device sync."""
+    """Return masks of the NaN or infinite values of tensors that have some, by name. A host-device sync."""
     tensors = {name: local(t) for name, t in values.items() if isinstance(t, Tensor)}
     found = {name: t for name, t in tensors.items() if t.dtype in _FLOATS and t.numel()}
     sums = [t.sum(dtype=torch.float32 if t.itemsize < 4 else None).abs().double() for t in found.values()]
     finite = torch.stack([each.to(sums[0].device) for each in sums]).isfinite().tolist() if sums else []
-    # A sum may overflow by itself: then the mask is empty.
+    # A sum of finite values may overflow: then the mask is empty.
     return {name: ~t.isfinite() for (name, t), is_finite in zip(found.items(), finite, strict=True) if not is_finite}
 
 

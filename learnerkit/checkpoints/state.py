@@ -1,4 +1,4 @@
-"""The configuration of a run, and what of it and of its callbacks has changed since a checkpoint was written."""
+"""The configuration of a run, and its changes since a checkpoint was written."""
 
 import inspect
 import platform
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 
 BUDGET = "StepBudget"
-"""The callback with which, and without which, a fit may go on."""
+"""The name of the callback that may be added or removed when a fit is resumed."""
 
 
 def configuration(learn: "Learner") -> dict[str, Any]:
-    """What the numbers of a fit depend on, as far as it can be told by plain values; at the end of `before_fit`."""
+    """Return the plain values on which the numbers of a fit depend; called at the end of `before_fit`."""
     model, (train, valid) = unwrap(learn.model), learn.dls.loaders[:2]
     return {
         "model": own_class(model).__name__,
@@ -60,7 +60,7 @@ def _loader(dl: Any) -> dict[str, Any] | None:
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries that can be compared and written."""
+    """Return the entries that can be compared and written."""
     found = {name: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
              for name, value in values.items() if name != "params"}  # fmt: skip
     simple = str | int | float | bool | None
@@ -73,7 +73,7 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _arguments(cb: Callback) -> dict[str, Any]:
-    """What a callback was made with, as far as it has attributes of these names; of schedules some values."""
+    """Return the arguments with which a callback was made, if it keeps them as attributes; some values of schedules."""
     names = inspect.signature(type(cb).__init__).parameters
     found = _plain({name: value for name, value in vars(cb).items() if name in names})
     for name, sched in getattr(cb, "scheds", {}).items():
@@ -84,21 +84,21 @@ def _arguments(cb: Callback) -> dict[str, Any]:
 
 
 def differences(then: Any, now: Any, name: str = "") -> list[str]:
-    """What differs between two configurations: 'name: before, now after'."""
+    """Return the differences between two configurations: 'name: before, now after'."""
     if name == "groups" and isinstance(then, list):
         then, now = dict(enumerate(then)), dict(enumerate(now))
     if isinstance(then, dict) and isinstance(now, dict):
         return [
             line
             for key in {**then, **now}
-            if not (name == "callbacks" and (key not in then or key not in now))  # these have messages of their own
+            if not (name == "callbacks" and (key not in then or key not in now))  # these have their own messages
             for line in differences(then.get(key), now.get(key), f"{name}.{key}".lstrip("."))
         ]
     return [] if then == now or (then != then and now != now) else [f"{name}: {then!r}, now {now!r}"]
 
 
 def forgetful(learn: "Learner") -> list[str]:
-    """The callbacks of users without `state_dict` that hold modules, or tensors which cannot be saved."""
+    """Return the users' callbacks without `state_dict` that hold modules, or tensors that cannot be saved."""
     parts = {id(t) for m in unwrap(learn.model).modules() for t in (m, *m.parameters(False), *m.buffers(False))}
     found = []
     for key, cb in keys(learn.cbs):
@@ -111,7 +111,7 @@ def forgetful(learn: "Learner") -> list[str]:
 
 
 def callback_changes(then: list[str], now: list[str]) -> list[str]:
-    """What differs between the callbacks of a checkpoint and those of now."""
+    """Return the differences between the callbacks of a checkpoint and the present ones."""
     gone, new = ([key for key in a if key not in (*b, BUDGET)] for a, b in ((then, now), (now, then)))
     kept, here = ([key for key in a if key in b] for a, b in ((then, now), (now, then)))
     moved = [key for key, other in zip(here, kept, strict=True) if key != other]

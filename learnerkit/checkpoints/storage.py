@@ -1,4 +1,4 @@
-"""Checkpoints on disk: whole or not there, written and hashed by all ranks together, verified before they are read.
+"""Checkpoints on disk: they are complete or absent, written and hashed by all ranks, and verified before they are read.
 
     <path>/<name>/model.safetensors    the model's weights, for any tool
                   state.json           all else that is alike on all ranks
@@ -9,12 +9,12 @@
     <path>/latest                      the name of the newest, for people and scripts
     <path>/.learnerkit.lock            held by the process that trains, for the length of a fit
 
-A checkpoint is written under a temporary name beside its place, synced and renamed; then `latest` is replaced, and only
-then old ones are removed. So a crash at any moment leaves the one before. Which is the newest is said by a number in
-the manifests. All ranks write into one directory, so all machines must see it.
+A checkpoint is written under a temporary name beside its final place, synced and renamed; then `latest` is replaced,
+and only then old ones are removed. So a crash at any moment leaves the previous checkpoint. A number in each manifest
+says which checkpoint is the newest. All ranks write into one directory, so all machines must see it.
 
-`torch.save` would not do for the state: its files hold a pickle, its safe way to read them refuses numpy's arrays and
-numbers, and ranks could not share the tensors of one file.
+`torch.save` cannot be used for the state: its files hold a pickle, its safe reader refuses numpy's arrays and numbers,
+and ranks could not share the tensors of one file.
 """
 
 import hashlib
@@ -66,24 +66,25 @@ T = TypeVar("T")
 
 _FORMAT = 2
 _MODEL, _STATE, _LATEST = "model.safetensors", "state.json", "latest"
-_INDEX = f"{_MODEL}.index.json"  # of a sharded model, of which each rank writes some tensors; as transformers has it
-_SIGNS = (MANIFEST, _MODEL, _STATE)  # of these a directory has one if it is a checkpoint, perhaps a damaged one
+# The index of a sharded model, of which each rank writes some tensors, in the format of transformers.
+_INDEX = f"{_MODEL}.index.json"
+_SIGNS = (MANIFEST, _MODEL, _STATE)  # a checkpoint's directory has one of these, even if it is damaged
 _LOCK = ".learnerkit.lock"
-_DYING = 5.0  # seconds that the memory of a killed process may take to be freed, and its lock with it
-_MANIFEST_BYTES = 2**26  # more than any has
-_SHARED_BYTES = 2**16  # of a tensor that another rank than 0 may write
+_DYING = 5.0  # seconds until the memory of a killed process, and with it its lock, is freed
+_MANIFEST_BYTES = 2**26  # more than any manifest has
+_SHARED_BYTES = 2**16  # the least size of a tensor that another rank than 0 may write
 _PATIENCE = 600.0  # seconds that a rank may need longer than another for its part
 
 
 class Checkpoint:
-    """A checkpoint whose files have been found whole.
+    """A checkpoint whose files were verified.
 
     Args:
-        path: its directory.
-        manifest: what the manifest says.
+        path: the directory of the checkpoint.
+        manifest: the content of the manifest.
 
     Attributes:
-        in_place: read tensors only when they are needed; the files must stay as they are until then.
+        in_place: read tensors only when they are needed; the files must not change until then.
     """
 
     def __init__(self, path: Path, manifest: dict[str, Any]) -> None:
@@ -94,10 +95,10 @@ class Checkpoint:
         self.in_place = False
 
     def weights(self) -> dict[str, Tensor]:
-        """The model's state dict, on the host.
+        """Return the model's state dict, on the host.
 
         Raises:
-            CheckpointError: the file is not what `Storage.save` writes.
+            CheckpointError: `Storage.save` has not written the file.
         """
         found: Any = OrderedDict()
         names = [name for name in self._files if name.startswith("model") and name != _INDEX]
@@ -110,18 +111,18 @@ class Checkpoint:
         return found
 
     def state(self) -> dict[str, Any]:
-        """What is alike on all ranks, its tensors on the host.
+        """Return the part of the state that is the same on all ranks, with its tensors on the host.
 
         Raises:
-            CheckpointError: the files are not what `Storage.save` writes.
+            CheckpointError: `Storage.save` has not written the files.
         """
         return self._decoded(_STATE, "state", range(self.n_ranks))
 
     def own(self, rank: int) -> dict[str, Any] | None:
-        """What a rank had of its own; `None` if there were not so many ranks.
+        """Return a rank's own part of the state; `None` if there were fewer ranks.
 
         Raises:
-            CheckpointError: the files are not what `Storage.save` writes.
+            CheckpointError: `Storage.save` has not written the files.
         """
         return self._decoded(f"rank{rank}.json", "own", [rank]) if rank < self.n_ranks else None
 
@@ -139,14 +140,14 @@ class Checkpoint:
     def _read(self, name: str, read: Callable[[Path], T]) -> T:
         try:
             return read(self.path / name)
-        except Exception as e:  # of many types, if somebody has made a manifest for other content
+        except Exception as e:  # reading fails in many ways if the manifest was made for other content
             raise CheckpointError(f"{self.path / name} is damaged: {e or type(e).__name__}") from e
 
     def verify(self, rank: int = 0, n: int = 1) -> None:
-        """Compare sizes with the manifest's, and a share of the hashes; nothing is parsed.
+        """Compare all sizes with the manifest's, and a share of the hashes; the content is not parsed.
 
         Args:
-            rank, n: whose share of how many, so that all have about as much to do.
+            rank, n: the share to verify, and the number of shares, which take about the same time.
 
         Raises:
             CheckpointError: a file is missing or differs.
@@ -170,11 +171,11 @@ class Checkpoint:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """A checkpoint by its directory, verified.
+    """Return the checkpoint in a directory, verified.
 
     Raises:
         FileNotFoundError: there is no such directory.
-        CheckpointError: it is damaged, or no checkpoint.
+        CheckpointError: it is damaged, or not a checkpoint.
     """
     if not path.is_dir():
         raise FileNotFoundError(f"there is no checkpoint {printable(str(path), 1000)}")
@@ -190,12 +191,12 @@ def read_checkpoint(path: Path) -> Checkpoint:
 class Storage:
     """The directory of a run's checkpoints.
 
-    Under DDP all ranks write into it, each its part, so it must be one that all machines share.
+    Under DDP all ranks write their parts into it, so all machines must share it.
 
     Args:
         path: the directory; it is made when needed.
-        keep: how many whole checkpoints stay, the newest.
-        background: copy what is saved to memory of the host, and write while training goes on.
+        keep: the number of newest whole checkpoints that are kept.
+        background: copy the values to memory of the host, and write them while training continues.
     """
 
     def __init__(self, path: Path, keep: int = 3, background: bool = False) -> None:
@@ -207,21 +208,21 @@ class Storage:
         self._damaged: set[str] = set()
 
     def check_values(self, weights: Mapping[str, Any], state: dict[str, Any], own: dict[str, Any]) -> None:
-        """Find out whether such values can be saved; every rank must reach this.
+        """Check that values can be saved; every rank must reach this.
 
         Args:
             weights, state, own: as for `save`.
 
         Raises:
-            CheckpointError: on all ranks: one has a value that cannot be kept.
+            CheckpointError: on all ranks: a rank has a value that cannot be saved.
         """
         _agree(lambda: _Content(weights, state, own).plan)
 
     def check_writable(self) -> None:
-        """Find out whether all ranks can write here, by writing; every rank must reach this.
+        """Check that all ranks can write into the directory, by writing; every rank must reach this.
 
         Raises:
-            CheckpointError: on all ranks: one of them cannot, or sees another directory.
+            CheckpointError: on all ranks: one of them cannot write, or sees another directory.
         """
         folder = self.path / _agree(lambda: self._make_temporary("probe"))[0]
 
@@ -248,15 +249,15 @@ class Storage:
         In the background the values are copied before this returns. A second save waits for the first.
 
         Args:
-            name: of its directory; if there is one of that name, a number is added.
-            weights: the model's state dict, alike on all ranks.
-            state: what else is alike on all ranks: of the values that `encode` takes.
-            own: what this rank has of its own, of the same.
-            info: small and plain, to be read without the rest.
+            name: the name of its directory; a number is added if there is one of that name.
+            weights: the model's state dict, the same on all ranks.
+            state: the rest that is the same on all ranks, of values that `encode` takes.
+            own: this rank's own part, of such values.
+            info: a small part of plain values, which can be read without the rest.
 
         Raises:
-            CheckpointError: on all ranks, if one could not write its part, or has a value that cannot be kept; nothing
-                is left of it. Of a save in the background it is raised by the next `save`, `wait` or `newest`.
+            CheckpointError: on all ranks, if a rank could not write its part, or has a value that cannot be saved; no
+                file is left. After a save in the background, the next `save`, `wait` or `newest` raises it.
         """
         self.wait()
         content: Any = None
@@ -274,7 +275,7 @@ class Storage:
 
         def take() -> str:
             memory = self._memory if self.background else None
-            files.update(content.files(part.rank, part.n if alike else 1, memory))  # else rank 0 writes all
+            files.update(content.files(part.rank, part.n if alike else 1, memory))  # otherwise rank 0 writes the whole
             made = self._make_temporary(name)
             if made:
                 part.folder = self.path / made
@@ -292,10 +293,10 @@ class Storage:
             part.write(files, finish)
 
     def wait(self) -> None:
-        """Wait until what is written in the background is on disk, and old ones are gone; no other rank need come.
+        """Wait until the save in the background is on disk and old checkpoints are gone; other ranks need not come.
 
         Raises:
-            CheckpointError: it could not be written.
+            CheckpointError: the checkpoint could not be written.
         """
         error = None if self._writing is None else self._writing.exception()
         self._writing = None
@@ -306,12 +307,12 @@ class Storage:
             raise error
 
     def newest(self) -> Checkpoint | None:
-        """The newest whole checkpoint, verified by all ranks together; every rank must reach this.
+        """Return the newest whole checkpoint, verified by all ranks together; every rank must reach this.
 
-        Warns of each that is damaged and is passed over.
+        It warns of each damaged checkpoint that it skips.
 
         Returns:
-            The same on all ranks; `None` if there is no checkpoint.
+            The same checkpoint on all ranks; `None` if there is none.
 
         Raises:
             CheckpointError: on all ranks: there are checkpoints, and all are damaged.
@@ -342,7 +343,7 @@ class Storage:
             warn(f"a checkpoint is passed over: {problem}")
 
     def _make_temporary(self, name: str) -> str:
-        """Make the directory, on rank 0, in which all ranks will write; remove what runs that were killed have left."""
+        """Make, on rank 0, the directory in which all ranks will write; remove the files that killed runs have left."""
         if not distributed.is_main():
             return ""
         self.path.mkdir(parents=True, exist_ok=True)
@@ -352,7 +353,7 @@ class Storage:
         return folder.name
 
     def _list(self) -> tuple[list[tuple[str, dict]], list[str]]:
-        """Names and manifests of the checkpoints, the newest first, and what is wrong with others."""
+        """Return names and manifests of the checkpoints, the newest first, and the errors of damaged ones."""
         found, problems = [], []
         for path in candidates(self.path):
             try:
@@ -364,7 +365,7 @@ class Storage:
         return sorted(found, key=lambda item: (-item[1]["number"], (self.path / item[0]).is_symlink())), problems
 
     def _commit(self, folder: Path, name: str, info: dict[str, Any], files: dict[str, dict]) -> None:
-        """Make a checkpoint of a directory in which all files are on disk; on rank 0."""
+        """Turn a directory in which all files are on disk into a checkpoint; on rank 0."""
         before, _ = self._list()
         path, k = self.path / name, 1
         while os.path.lexists(path):
@@ -389,23 +390,24 @@ class Storage:
             warn(f"old checkpoints stay: {e}")
 
     def _remove_old(self) -> None:
-        # A link leads to what somebody has moved away: it does not count, and stays.
+        # A link leads to a checkpoint that a user has moved away: it does not count, and is kept.
         names = [name for name, _ in self._list()[0] if not (self.path / name).is_symlink()]
         last = [name for name in names if name not in self._damaged][: self.keep][-1]
         old = []
         for name in names[names.index(last) + 1 :]:
-            old.append(temporary_name(self.path / name))  # so that a crash does not leave half a checkpoint
+            # Renamed first, so that a crash does not leave half a checkpoint.
+            old.append(temporary_name(self.path / name))
             os.rename(self.path / name, old[-1])
-        # The kernel needs about a third of the time that writing takes: training need not wait for it.
+        # Removing takes about a third of the time of writing: training does not wait for it.
         self._removing = in_thread(lambda: in_threads([partial(remove, path) for path in old]))
 
 
 class Lock:
-    """The lock on a run's directory, which one process has at a time, among those of all machines that see it.
+    """The lock on a run's directory, which one process holds at a time, among those of all machines that see it.
 
-    It is a POSIX record lock, which the system frees when the process ends, however it ends. One of `flock` would stay
-    with loader workers that outlive a killed process, as forks share it. Where the file system has no locks, or
-    nothing can be written, there is none.
+    It is a POSIX record lock, which the system frees when the process ends, however it ends. A lock of `flock` would
+    stay with loader workers that outlive a killed process, as forks share it. Without locks in the file system, or
+    without write access, the directory is not locked.
 
     Args:
         folder: the directory.
@@ -416,10 +418,10 @@ class Lock:
         self._opened = -1
 
     def acquire(self) -> None:
-        """Take the lock, for all ranks; every rank must reach this.
+        """Acquire the lock, for all ranks; every rank must reach this.
 
         Raises:
-            CheckpointError: on all ranks: another process has it.
+            CheckpointError: on all ranks: another process holds it.
         """
         _agree(self._acquire if distributed.is_main() else lambda: None)
 
@@ -437,7 +439,7 @@ class Lock:
             time.sleep(0.1)
 
     def _try(self) -> bool:
-        """Take the lock, if there are locks here; tell whether no other process has it."""
+        """Try to acquire the lock; return False if another process holds it."""
         opened = -1
         try:
             import fcntl
@@ -445,7 +447,7 @@ class Lock:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             opened = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
             fcntl.lockf(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not os.fstat(opened).st_nlink:  # the process that had it has removed the file in the meantime
+            if not os.fstat(opened).st_nlink:  # the process that held the lock has removed the file in the meantime
                 raise BlockingIOError
             self._opened = opened
             since = time.strftime("%Y-%m-%d %H:%M:%S")
@@ -458,7 +460,7 @@ class Lock:
         return True
 
     def release(self) -> None:
-        """Free the lock."""
+        """Release the lock."""
         if self._opened >= 0:
             with suppress(OSError):
                 if os.fstat(self._opened).st_nlink:
@@ -471,10 +473,10 @@ _REFUSED = "a checkpoint cannot be saved: "
 
 
 class _Content:
-    """What a rank knows of a checkpoint, encoded: its own, and what is alike on all ranks.
+    """The encoded content of a checkpoint on a rank: its own part, and the part that is the same on all ranks.
 
     Args:
-        weights, state, own: those of `Storage.save`.
+        weights, state, own: as in `Storage.save`.
     """
 
     def __init__(self, weights: Mapping[str, Any], state: dict[str, Any], own: dict[str, Any]) -> None:
@@ -492,12 +494,12 @@ class _Content:
         self.plan = hashlib.sha256(plan.encode()).hexdigest()
 
     def files(self, rank: int, n: int, memory: HostMemory | None) -> dict[str, list[Buffer]]:
-        """The files that a rank of n writes, by their names.
+        """Return the files that this rank writes, by name.
 
         Args:
-            rank: this one; from n on it writes only what is its own.
-            n: how many ranks share the large tensors; the others, and the weights, are rank 0's.
-            memory: to copy the values to; without it they must not change before they are written.
+            rank: this rank; from n on it writes only its own part.
+            n: the number of ranks that share the large tensors; rank 0 writes the others, and the weights.
+            memory: the memory to copy the values to; without it they must not change before they are written.
         """
         sizes = {name: tensor.nbytes for name, tensor in self._tensors.items()}
         of_model = [name for name in sizes if name.startswith("model.")]
@@ -505,11 +507,12 @@ class _Content:
         shared = [name for name in sizes if name.startswith(("state.", "model.") if is_divided else "state.")]
         loads = [0 if is_divided else sum(sizes[name] for name in of_model), *[0] * (n - 1)]
         owners = {name: rank if name.startswith("own.") else 0 for name in sizes}
-        for name in sorted(shared, key=lambda name: (-sizes[name], name)):  # the large ones, to who has least
+        # Large tensors go to the rank with the least load.
+        for name in sorted(shared, key=lambda name: (-sizes[name], name)):
             if sizes[name] >= _SHARED_BYTES:
                 owners[name] = loads.index(min(loads))
                 loads[owners[name]] += sizes[name]
-        # Shards are gathered one by one, in one order on all ranks, and whoever writes a tensor keeps it.
+        # Shards are gathered one by one, in one order on all ranks, and the rank that writes a tensor keeps it.
         mine = {}
         for name, tensor in self._tensors.items():
             whole = gathered(tensor, keep=owners[name] == rank)
@@ -537,7 +540,7 @@ def _model_part(rank: int, n: int) -> str:
 
 
 class _Part:
-    """A rank's part in writing a checkpoint; may run in a thread: ranks talk by the store, not in collectives."""
+    """A rank's part in writing a checkpoint; it may run in a thread, as ranks communicate by the store."""
 
     def __init__(self) -> None:
         self.rank, self.n = distributed.rank(), distributed.world_size()
@@ -547,15 +550,15 @@ class _Part:
         """Write this rank's files; rank 0 then finishes the checkpoint, if all have written theirs.
 
         Args:
-            files: their content.
-            finish: gets the sizes and hashes of all ranks' files.
+            files: the content of each file by its name.
+            finish: called with the sizes and hashes of all ranks' files.
 
         Raises:
-            CheckpointError: on all ranks, if one has failed.
+            CheckpointError: on all ranks, if a rank has failed.
         """
         error: BaseException | None = None
         written: dict[str, dict] = {}
-        key = f"checkpoint{self.folder.name}/"  # the directory's name is new each time
+        key = f"checkpoint{self.folder.name}/"  # the directory has a new name each time
         try:
             calls = [partial(write_new, self.folder / name, content) for name, content in files.items()]
             written = dict(zip(files, in_threads(calls), strict=True))
@@ -588,14 +591,14 @@ class _Part:
             raise CheckpointError(failure) from error
 
     def clear(self) -> None:
-        """Remove what is left of the temporary directory; on rank 0."""
+        """Remove the temporary directory, if it is left; on rank 0."""
         if self.rank == 0 and self.folder.name:
             with suppress(OSError):
                 remove(self.folder)
 
 
 def _agree(call: Callable[[], T]) -> list[T]:
-    """What a call returns on each rank; if it fails on one, all raise. Every rank must reach this."""
+    """Return the results of a call on all ranks; raise on all if it fails on one. Every rank must reach this."""
     value: Any = None
     error: Exception | None = None
     try:
@@ -613,11 +616,12 @@ def _agree(call: Callable[[], T]) -> list[T]:
 def _said(error: BaseException | None) -> str:
     if error is None:
         return ""
-    return str(error) if isinstance(error, ValueError | OSError) else in_one_line(error)  # those say what is wrong
+    # These errors describe themselves.
+    return str(error) if isinstance(error, ValueError | OSError) else in_one_line(error)
 
 
 def _joined(texts: Sequence[str]) -> str:
-    """The errors of all ranks, in rank order, as one text; '' if there is none."""
+    """Return the errors of all ranks, in rank order, as one text; '' if there is none."""
     ranks: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
         if text:
@@ -631,7 +635,7 @@ def _joined(texts: Sequence[str]) -> str:
 
 
 def candidates(folder: Path) -> list[Path]:
-    """The directories in one, and links to some, that look like checkpoints; what else is there is of no concern."""
+    """Return the directories in a folder, and links to some, that look like checkpoints."""
     return [
         path
         for path in (folder.iterdir() if folder.is_dir() else ())
@@ -640,16 +644,16 @@ def candidates(folder: Path) -> list[Path]:
 
 
 def _signed(manifest: dict[str, Any]) -> bytes:
-    """The text of a manifest, with the sha256 of all of it that follows the hash itself."""
+    """Return the text of a manifest, which begins with the sha256 of the rest of it."""
     rest = json.dumps(manifest).encode()[1:]
     return b'{"sha256": "%s", ' % hashlib.sha256(rest).hexdigest().encode() + rest
 
 
 def manifest_of(folder: Path) -> dict[str, Any]:
-    """What the manifest of a checkpoint says.
+    """Return the content of a checkpoint's manifest.
 
     Raises:
-        CheckpointError: it is missing, damaged, or of another form.
+        CheckpointError: the manifest is missing, damaged, or of another format.
     """
     path = folder / MANIFEST
     if _size(path) > _MANIFEST_BYTES:
@@ -682,7 +686,7 @@ def _is_manifest(path: Path, manifest: dict[str, Any]) -> bool:
 
 
 def _size(path: Path) -> int:
-    """The size of a file; a link, which may lead anywhere, is refused."""
+    """Return the size of a file; refuse a link, which may lead anywhere."""
     try:
         found = os.lstat(path)
     except OSError as e:
@@ -700,8 +704,8 @@ def _sha256(path: Path) -> str:
         raise CheckpointError(f"{path} cannot be read: {e}") from e
 
 
-# Values as JSON and a list of tensors: nothing that is read names code, so none can run. What JSON has no word for is
-# an object with one of these marks among its keys:
+# Values are stored as JSON and a list of tensors. The files name no code, so reading them runs none. A value that JSON
+# does not have becomes an object with one of these marks among its keys:
 #   {"!tensor": number}, with "order": its dimensions as they lie in memory, if not the usual way
 #   {"!array": number, "type": ..., "shape": [...]}, {"!scalar": bytes in hex, "type": ...}: numpy's
 #   {"!float": "nan"}, {"!list": number}: a long one of floats
@@ -713,18 +717,18 @@ _LONG = 1000
 
 
 def encode(value: Any, tensors: list[Tensor], place: str = "") -> Any:
-    """Return a value as JSON, with the numbers of tensors, which are appended to a list.
+    """Return a value as JSON, with the indices of tensors, which are appended to a list.
 
-    They are those of the value, without a copy; one that comes twice is there once, and comes twice again when it is
-    decoded. A long list of floats becomes a tensor, too.
+    The tensors are those of the value, without a copy. A tensor that occurs twice is appended once, and is shared again
+    when it is decoded. A long list of floats becomes a tensor, too.
 
     Args:
-        value: of None, bool, int, float, str, lists, tuples, dicts, tensors, numpy arrays and scalars.
+        value: a value made of None, bool, int, float, str, lists, tuples, dicts, tensors, numpy arrays and scalars.
         tensors: the list.
-        place: where the value stands, for the error.
+        place: the place of the value in the state, for the error.
 
     Raises:
-        CheckpointError: there is something else in it; the text names its place.
+        CheckpointError: it contains another type; the text names its place.
     """
     numbers: dict[tuple, int] = {}
 
@@ -733,7 +737,7 @@ def encode(value: Any, tensors: list[Tensor], place: str = "") -> Any:
         return len(tensors) - 1
 
     def of_tensor(x: Tensor) -> dict[str, Any]:
-        # The order in memory is kept: some kernels expect the same of a parameter and of its optimizer's state.
+        # The order in memory is kept: some kernels expect a parameter and its optimizer's state to have the same.
         if is_shard(x):
             return {"!tensor": number(x)}
         strides = x.stride()
@@ -784,7 +788,7 @@ def encode(value: Any, tensors: list[Tensor], place: str = "") -> Any:
 
 
 def decode(found: Any, tensors: Mapping[int, Tensor] | Sequence[Tensor]) -> Any:
-    """Return the value of which `encode` made this.
+    """Return the value that `encode` has encoded.
 
     Raises:
         Exception: of several types, if `encode` has not made it.
@@ -821,14 +825,14 @@ def decode(found: Any, tensors: Mapping[int, Tensor] | Sequence[Tensor]) -> Any:
 
 
 def check_types(found: Any, now: Any, name: str) -> None:
-    """Refuse values of other types than those of another value; what is `None` there may be anything.
+    """Refuse values of other types than those of another value; where that is `None`, any value is allowed.
 
-    Numbers are of one type, and tensors of one shape; of lists the items are compared that both have.
+    Numbers count as one type, and tensors must have one shape; lists are compared as far as both go.
 
     Args:
-        found: what is checked.
+        found: the value to check.
         now: the other value.
-        name: of the value, for the error.
+        name: the name of the value, for the error.
 
     Raises:
         CheckpointError: the text names the value.
