@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from learnerkit.state import PublicState
 
     class _Read(PublicState):
-        """What a callback reads of its learner, as type checkers see it; `Any`: it may use the name for its own."""
+        """The learner's attributes that a callback reads, for type checkers; `Any`: a callback may reuse the name."""
 
         n_epoch: int | Any
         n_steps: int | Any
@@ -70,7 +70,7 @@ LEVELS = ("fit", "epoch", "train", "validate", "batch")
 _RUN_FLAGS = ("run", "run_train", "run_valid")
 
 _FREE = ("check", "n_fits", "n_ranks")
-"""Names of the learner's that a callback may give its own attributes: those that nobody assigns to a learner."""
+"""Names of learner attributes that a callback may use for its own: they are never assigned to a learner."""
 
 
 class Callback(_Read):
@@ -81,13 +81,14 @@ class Callback(_Read):
         run: False switches the callback off; a change made during a fit is undone at its end.
         run_train: whether it runs at the events of a batch in training.
         run_valid: whether it runs at the events of a batch in validation and prediction.
-        rank0_only: run on rank 0 alone.
-        only_fit: do not run in `validate`, `get_preds` and `lr_find`: for what records, logs, tracks or saves a fit.
-        logs: the columns that it adds to the table with `log_metric`; only so declared can a tracker monitor them.
+        rank0_only: run only on rank 0.
+        only_fit: do not run in `validate`, `get_preds` and `lr_find`: for callbacks that record, log, track or save a
+            fit.
+        logs: the columns that it adds to the table with `log_metric`; a tracker can monitor only declared columns.
         learn: the learner, once added to one.
 
     Args:
-        order: overrides the class's.
+        order: overrides the class's `order`.
         hooks: functions by event name; each gets the callback as its only argument.
 
     Raises:
@@ -101,7 +102,7 @@ class Callback(_Read):
     rank0_only: bool = False
     only_fit: bool = False
     logs: tuple[str, ...] = ()
-    learn: "Learner" = None  # type: ignore[assignment]  # until it is added to one
+    learn: "Learner" = None  # type: ignore[assignment]  # None until it is added to a learner
 
     def __init__(self, *, order: int | None = None, **hooks: Callable[["Callback"], None]) -> None:
         if order is not None:
@@ -115,18 +116,18 @@ class Callback(_Read):
 
     @classmethod
     def on(cls, event: str, order: int = 0) -> Callable[[Callable[["Callback"], None]], "Callback"]:
-        """Make a callback of one function: `@Callback.on('after_batch')`."""
+        """Make a callback from one function: `@Callback.on('after_batch')`."""
         return lambda hook: cls(order=order, **{event: hook})
 
     @property
     def name(self) -> str:
-        """The attribute of the learner by which others find this callback: `Recorder` is `learn.recorder`."""
+        """The name of the learner's attribute that holds this callback: `Recorder` is `learn.recorder`."""
         return camel2snake(type(self).__name__.removesuffix("Callback")) or "callback"
 
-    if not TYPE_CHECKING:  # for which a name that is not in `_Read` is a mistake
+    if not TYPE_CHECKING:  # type checkers report names that are not in `_Read`
 
         def __getattr__(self, name: str) -> Any:
-            # Only reached when the callback has no such attribute itself.
+            # This is reached only if the callback itself has no such attribute.
             learn = self.__dict__.get("learn")
             if learn is not None and not name.startswith("__"):
                 try:
@@ -153,31 +154,31 @@ class Callback(_Read):
         return name in self.__dict__ or hasattr(type(self), name)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the callback must remember if the fit is interrupted, for `CheckpointCallback`.
+        """Return the values that the callback needs to continue an interrupted fit, for `CheckpointCallback`.
 
-        It is asked for after a training step, after an epoch's training, and after an epoch. Values are numbers,
-        strings, tensors, arrays, and lists, tuples and dicts of these; copies of what changes in validation. On several
-        ranks it is rank 0's that is kept, and `DriftCheck` compares it with the others; what each rank has of its own
-        goes under the key 'own'.
+        It is called after a training step, after an epoch's training, and after an epoch. Values are numbers, strings,
+        tensors, arrays, and lists, tuples and dicts of these; values that change in validation must be copied. On
+        several ranks rank 0's result is kept, and `DriftCheck` compares it with the others; values that differ by rank
+        go under the key 'own'.
 
-        Of a callback of yours without this method, each rank keeps the attributes that are such values, or random
-        generators. A checkpoint has those that have changed since the end of `before_fit`. Left out are attributes with
-        the name of an argument of its class, with or without underscores before it, as the script gives them again;
-        parts of the model; and attributes of more than 256 MB.
+        For a user's callback without this method, each rank keeps the attributes that are such values, or random
+        generators. A checkpoint has those that have changed since the end of `before_fit`. Attributes with the name of
+        an argument of its class, with or without leading underscores, are left out, as the script sets them; so are
+        parts of the model, and attributes of more than 256 MB.
 
-        Outside of a fit `check`, `lr_find` and `scaling_report` ask for it, and give it to `load_state_dict` at their
-        end.
+        Outside of a fit `check`, `lr_find` and `scaling_report` call it, and give the result to `load_state_dict` at
+        their end.
         """
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned. It is called once, after the hooks that the resumed fit runs again.
+        """Restore the result of `state_dict`. It is called once, after the hooks that the resumed fit runs again.
 
-        These are `before_fit`, and in mid-epoch `before_epoch` and `before_train`, in which the callback does not yet
-        have its state. An `after_train` that had run is not called again.
+        These hooks are `before_fit`, and in mid-epoch `before_epoch` and `before_train`, in which the callback does not
+        yet have its state. An `after_train` that had run is not called again.
 
         Args:
-            state: with another number of ranks than then it has, instead of 'own', a list of those of all: 'ranks'.
+            state: the result; if the number of ranks has changed, 'ranks', a list of all ranks' parts, replaces 'own'.
         """
 
     def __repr__(self) -> str:
@@ -191,20 +192,20 @@ _FORMER_EVENTS = {f"begin_{level}": f"before_{level}" for level in LEVELS} | {
     "on_epoch_end": "after_epoch", "on_train_end": "after_fit (or cleanup_fit, which runs after an error too)",
     "after_fit_exception": "cleanup_fit", "jump_to_epoch": "fit(..., start_epoch=n)",
 }  # fmt: skip
-"""What fastai 1 and the first versions of fastai 2 called events, and what they are called now."""
+"""The events of fastai 1 and of the first versions of fastai 2, with their present names."""
 
 
 def is_ours(hook: Any) -> bool:
-    """Tell whether a function or method is this library's; a partial, such as `Callback(...)` has, never is."""
+    """Tell whether a function or method belongs to this library; a partial, as in `Callback(...)`, never does."""
     return str(hook.__module__).split(".")[0] == __name__.split(".")[0]
 
 
 def check_hooks(cb: Callback) -> None:
-    """Refuse a callback with a method that is meant as a hook but is none.
+    """Refuse a callback with a method that looks like a hook but is none.
 
     Raises:
-        TypeError: a name like an event's that is not an event, one of an event of fastai's earlier versions, or a hook
-            that needs arguments; or a `__call__`, by which fastai calls its callbacks.
+        TypeError: a method has a name similar to an event's, or that of an event in earlier versions of fastai, or a
+            hook needs arguments; or there is a `__call__`, by which fastai calls its callbacks.
     """
     if any("__call__" in vars(kind) for kind in type(cb).__mro__ if issubclass(kind, Callback)):
         raise TypeError(
@@ -245,9 +246,9 @@ _BEHIND_FORWARD = [event for event in INNER_EVENTS if event != Event.before_batc
 
 
 def readers_of_predictions(learn: "Learner") -> set[str]:
-    """Return the events of the present kind of batch at which a callback may read or change its predictions.
+    """Return the events of the present kind of batch at which a callback may read or change predictions.
 
-    This library's own callbacks say by `reads_predictions` or `train_metrics` that they do.
+    This library's callbacks declare by `reads_predictions` or `train_metrics` that they do.
     """
     return {
         event
@@ -268,12 +269,12 @@ def acts_in_evaluation(cb: Callback) -> bool:
 
 
 class Dispatch:
-    """Calls the callbacks at each event. Who runs at which is resolved once per run: an unused event costs a look-up.
+    """Calls the callbacks at each event. Hooks are collected once per run: an unused event costs a look-up.
 
-    It is resolved again only when a callback is added or removed, or sets one of its `run` flags.
+    They are collected again only when a callback is added or removed, or sets one of its `run` flags.
 
     Args:
-        cbs: the learner's own list, so that callbacks added in mid-run are found.
+        cbs: the learner's own list, so that callbacks added in mid-run are seen.
         fitting: whether callbacks marked `only_fit` take part.
     """
 
@@ -284,7 +285,7 @@ class Dispatch:
         self.changed()
 
     def changed(self) -> None:
-        """Resolve again, since callbacks or their flags have changed."""
+        """Collect the hooks again, because callbacks or their flags have changed."""
         self._tables: dict[bool, dict[str, list]] = {}
         self.phase(self.training)
 
@@ -294,7 +295,7 @@ class Dispatch:
         self.table = self._tables.get(training) or self._resolve()
 
     def listeners(self, event: str) -> list[Callback]:
-        """The callbacks that run at `event` in the present phase, in order."""
+        """Return the callbacks that run at `event` in the present phase, in order."""
         flag = ("run_train" if self.training else "run_valid") if event in INNER_EVENTS else "run"
         return [
             cb
@@ -329,16 +330,16 @@ class Dispatch:
         return distributed.no_collectives(f"{cb!r}.{event}")(hook) if guarded else hook
 
     def _enter(self, cb: Callback, level: str) -> None:
-        # Owed before the hook runs: a hook that fails half-way has its cleanup run too.
+        # The cleanup is recorded before the hook runs: it also follows a hook that fails half-way.
         self._owed[-1].append((cb, f"cleanup_{level}"))
         if cb._owns(f"before_{level}"):
             self._hook(cb, f"before_{level}")()
 
     def fire(self, event: str) -> None:
-        """Call everyone who listens to `event`; an exception gains a note with the callback and the event.
+        """Call the hooks of `event`; an exception gets a note with the callback and the event.
 
-        A cancel in `after_batch` that other ranks would have to be told of is raised after the event, as it is there:
-        all callbacks hear of a batch that was trained on.
+        A cancel in `after_batch` that is not known to other ranks is raised after the last hook, so that all callbacks
+        get the event of a batch that was trained on.
         """
         cancel = None
         for cb, hook in self.table[event]:
@@ -356,15 +357,15 @@ class Dispatch:
                 del cancel  # its traceback refers to this frame
 
     def __enter__(self) -> "Dispatch":
-        """Open a level, whose cleanups run at its end: of each callback that its `before_*` event has reached."""
+        """Open a level; at its end, the cleanups of the callbacks that its `before_*` event has reached run."""
         self._owed.append([])
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: object) -> None:
         """Run the level's cleanups: all of them, in reverse order, even if one fails.
 
-        An error of the level itself goes on, with a note for each cleanup that failed too; otherwise, also if the
-        level was cancelled, the first error of a cleanup is raised.
+        An error of the level itself is raised again, with a note for each cleanup that failed, too; otherwise, also if
+        the level was cancelled, the first error of a cleanup is raised.
         """
         owed = self._owed.pop()
         error = None if isinstance(error, CancelException) else error
@@ -383,16 +384,16 @@ class Dispatch:
             try:
                 raise failed
             finally:
-                failed = None  # its traceback has this frame: else both would be left to the garbage collector
+                failed = None  # its traceback refers to this frame: together they would wait for the garbage collector
 
     def close(self) -> None:
-        """Forget the hooks, at the end of the run: those of this class would hold it until garbage is collected."""
+        """Forget the hooks at the end of the run: this object's own hooks refer to it, and would keep it alive."""
         self._tables, self.table = {}, {}
 
 
 @contextmanager
 def kept_flags(cbs: list[Callback]) -> Iterator[None]:
-    """Give every callback its own `run` flags back at the end."""
+    """Restore every callback's own `run` flags at the end of the context."""
     before = [(cb, {k: cb.__dict__[k] for k in _RUN_FLAGS if k in cb.__dict__}) for cb in cbs]
     try:
         yield
@@ -404,7 +405,7 @@ def kept_flags(cbs: list[Callback]) -> Iterator[None]:
 
 
 def describe_loop(cbs: list[Callback]) -> str:
-    """The text of the loop with, at each event, the callbacks that run there."""
+    """Return the text of the loop with, at each event, the callbacks that run there."""
     dispatch = Dispatch(cbs, fitting=True)
     lines = []
     for line in LOOP.strip().splitlines():

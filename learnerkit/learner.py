@@ -1,6 +1,6 @@
-"""The Learner: the training loop, and the verbs its users call."""
+"""The Learner: the training loop, and the methods that its users call."""
 
-from __future__ import annotations  # so that `help` and editors show `Callbacks`, rather than what it stands for
+from __future__ import annotations  # so that `help` and editors show `Callbacks` rather than its definition
 
 import copy
 import functools
@@ -111,23 +111,24 @@ _EVENTS = {
 }
 
 _made = count()
-"""Numbers the learners of this process, in the order in which they are made."""
+"""A counter that numbers the learners of this process, in the order in which they are made."""
 
-_SWITCHED_OFF = (ProgressCallback, parallel.DistributedCallback, parallel.DataParallelCallback)  # in `Learner.predict`
+# Switched off in `Learner.predict`.
+_SWITCHED_OFF = (ProgressCallback, parallel.DistributedCallback, parallel.DataParallelCallback)
 _LEFT_OUT = (*_SWITCHED_OFF, TrainEvalCallback)
 
 Rates = float | slice | Iterable[float] | dict[str, Any] | optim.Later | Schedule
-"""Learning rates, as `fit` takes them."""
+"""Learning rates in the form that `fit` takes."""
 
 Shard = bool | Iterable[str | type[nn.Module]]
 """The units of a sharded model: those that its structure suggests, or names and classes of modules."""
 
 Callbacks = Callback | type[Callback] | Iterable[Callback | type[Callback]] | None
-"""Callbacks, as `fit` takes them."""
+"""Callbacks in the form that `fit` takes."""
 
 
 def scaling_rate() -> Any:
-    """The module `learnerkit.scaling.rate`, imported when somebody asks."""
+    """Return the module `learnerkit.scaling.rate`, imported at the first call."""
     from learnerkit.scaling import rate
 
     return rate
@@ -138,7 +139,7 @@ _R = TypeVar("_R")
 
 
 def public(method: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Have the errors of a method leave it with a short traceback, and a keyword that it does not take be told."""
+    """Return a public method that raises errors with a short traceback, and suggests names for unknown keywords."""
     checked = suggests_keywords(method)
 
     @functools.wraps(method)
@@ -154,13 +155,13 @@ def public(method: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def on_workers(method: Callable[Concatenate[Learner, _P], _R]) -> Callable[Concatenate[Learner, _P], _R]:
-    """Have a public method of the learner carried out by the notebook workers, if there are any."""
+    """Return a public method that the notebook workers carry out, if the learner has any."""
 
     @functools.wraps(method)
     def run(learn: Learner, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         if learn._workers is None:
             return method(learn, *args, **kwargs)
-        learn._take_callbacks()  # else one that is shared would take another learner along
+        learn._take_callbacks()  # a shared callback would take another learner along
         return learn._workers.call(call, args, kwargs)
 
     call = public(run)
@@ -172,53 +173,54 @@ class Learner(RunState):
 
     Args:
         dls: the loaders.
-        model: any module; it moves to the loaders' device at first use and stays there. One that spans several devices
-            (`device_map=` of transformers, or parameters on several GPUs) stays where it is, and gets its inputs on its
-            first device. A function that makes the model, and a model on the meta device that `load` gives values, are
-            for one that is too large for the memory of one process: with `shard=True` each of several ranks then keeps
-            its rows alone, also from fit to fit.
+        model: any module; it moves to the loaders' device at first use and stays there. A model that spans several
+            devices (`device_map=` of transformers, or parameters on several GPUs) stays where it is, and gets its
+            inputs on its first device. For a model that is too large for the memory of one process, give a function
+            that makes it, or a model on the meta device that `load` fills: with `shard=True` each of several ranks then
+            keeps only its rows, also from fit to fit.
         loss_func: f(pred, *targets) -> scalar, or f(pred) where batches have no targets. Keyword-only parameters
             without a default get the attributes of the learner that have their names, and `learn` the learner itself.
-            `None` is for a model that makes its own loss. That is `output.loss`, or, of an output that is a dict of
-            scalars, their sum; each of them gets a column of the table. Of a tuple or list it is the one 0-dim tensor,
-            and the first other entry is the prediction; a 0-dim tensor is the loss alone. A model that makes none in
-            evaluation, such as a detector, is validated by its metrics alone.
+            `None` is for a model that computes its own loss: `output.loss`, or, if the output is a dict of scalars,
+            their sum, where each of them gets a column of the table. In a tuple or list the loss is the one 0-dim
+            tensor, and the first other entry is the prediction; a 0-dim tensor is only the loss. A model that computes
+            none in evaluation, such as a detector, is validated by its metrics alone.
         opt_func: called as `opt_func(param_groups, lr=lr)`: any torch optimizer class, or a function, which may make
-            groups of its own.
-        lr: the learning rate of `fit` where none is given; by default the one that is bound in `opt_func`
-            (`partial(SGD, lr=0.1)`), else those that the optimizer's groups are made with (0.001).
+            other groups.
+        lr: the learning rate of `fit` if it gets none; by default the one that is bound in `opt_func` (`partial(SGD,
+            lr=0.1)`), else those with which the optimizer's groups are made (0.001).
         splitter: f(model) -> groups of parameters: each a list, or a dict of the list as `params` and of options of the
-            optimizer, such as `lr` and `weight_decay`; `lr_scale` multiplies the rate that the group has otherwise.
-            `layer_decay` is one.
+            optimizer, such as `lr` and `weight_decay`; `lr_scale` multiplies the group's rate. `layer_decay` is a
+            splitter.
         cbs: callbacks beside the default ones.
         metrics: functions, `Metric` objects, torchmetrics or torcheval objects; a dict gives them names.
         path, model_dir: `save` and `load` use the directory path/model_dir.
-        wd: weight decay of weights, but not of norms, biases and what the model names in a method `no_weight_decay`,
-            and not of groups for which the splitter gives one. Or decays by patterns of parameter names, of which the
-            first that matches counts: `{"*bias": 0, "*pos_embed*": 0, "*": 0.05}`; parameters that none matches keep
-            what the optimizer has. `None` leaves all to the optimizer.
-        wd_bn_bias: one number is for norms, biases and the others without decay, too.
+        wd: weight decay of weights, but not of norms, biases and the parameters that the model names in a method
+            `no_weight_decay`, and not of groups for which the splitter gives a decay. Or decays by patterns of
+            parameter names, of which the first that matches counts: `{"*bias": 0, "*pos_embed*": 0, "*": 0.05}`;
+            parameters that match none keep the optimizer's decay. `None` leaves all decays to the optimizer.
+        wd_bn_bias: apply a single weight decay to norms, biases and the other exempt parameters, too.
         train_bn: keep norm layers of frozen groups trainable.
         moms: momenta at the start, peak and end of `fit_one_cycle`.
-        loss_weight: what the loss averages over if not samples: 'sum', or a function that counts it. It is called as
-            f(*targets) if it takes so many arguments, else as f(pred, *targets), where `pred` is the whole output of a
-            model that makes its own loss. 'samples' says that such a loss is a mean over samples, and any other str is
-            the name of an entry of the output that has the count. Of a model that returns a dict of losses, a dict
-            with one of these for each.
+        loss_weight: the items in the loss's mean, if they are not samples: 'sum', or a function that counts them. It is
+            called as f(*targets) if it takes that many arguments, else as f(pred, *targets), where `pred` is the whole
+            output of a model that computes its own loss. 'samples' says that such a loss is a mean over samples, and
+            any other str is the name of an entry of the output that has the count. For a model that returns a dict of
+            losses, give a dict with one of these for each.
         default_cbs: start with `TrainEvalCallback`, `Recorder` and `ProgressCallback`.
 
     Raises:
-        TypeError, ValueError: an argument that cannot work; the message says what would.
+        TypeError, ValueError: an invalid argument; the message says what is allowed.
     """
 
-    # What lasts from run to run; `RunState` has what a run sets, and the arguments above are attributes too.
+    # These attributes last from run to run. `RunState` has those that a run sets; the arguments above are attributes,
+    # too.
     dls: DataLoaders  # the loaders
     model: nn.Module  # the model, wrapped while a callback wraps it
     opt: Any  # a torch optimizer, or a dict of several by name; `None` until it is needed
     cbs: list[Callback]  # the callbacks, as they were added
-    logger: Callable[[list[Any]], None]  # gets each row of the table
-    lr_finds: list[dict[str, float]]  # what each call of `lr_find` has suggested, by the name of the suggestion
-    recorder: Recorder  # where it has one; so has every other callback its name
+    logger: Callable[[list[Any]], None]  # called with each row of the table
+    lr_finds: list[dict[str, float]]  # the suggestions of each call of `lr_find`, by name
+    recorder: Recorder  # present if it is among the callbacks; other callbacks are attributes by their names, too
 
     if TYPE_CHECKING:  # the library's own callbacks, by their names
         activation_checkpointing: lk.ActivationCheckpointing
@@ -298,18 +300,18 @@ class Learner(RunState):
         self.wd, self.wd_bn_bias, self.train_bn = wd, wd_bn_bias, train_bn
         self.moms = arguments.three("moms", moms)
         self.loss_weight = loss_weight
-        self._loss_weighting = LossWeight(loss_func, loss_weight)  # refuses what it cannot take, before a fit
-        self._device, self._loss_without_targets = torch.device("cpu"), False  # set for each run
+        self._loss_weighting = LossWeight(loss_func, loss_weight)  # checks its arguments before a fit
+        self._device, self._loss_without_targets = torch.device("cpu"), False  # both are set for each run
         self.opt, self.logger, self.cbs = None, TableLogger(self), []
         self._parting: list[Callback] = []
         self._scaler_state = {}
-        self._said_step = ""  # what a step sees, as it was said last
+        self._said_step = ""  # the last printed line about the batches of a step, to print it once
         self._number = next(_made)
-        self._resumes: Mapping[str, Any] | None = None  # a state, taken in a fit, that the next one goes on from
+        self._resumes: Mapping[str, Any] | None = None  # a state from inside a fit, from which the next fit continues
         self.lr_finds = []
         self.shards = self._agreement = self._workers = None
         self._lock = PlainLock()  # held while a run begins, and during a prediction
-        self._thread: int | None = None  # the one in which a run goes on
+        self._thread: int | None = None  # the thread in which a run goes on
         self.add_cbs([TrainEvalCallback(), Recorder(), ProgressCallback()] if default_cbs else [])
         self.add_cbs([*dls.cbs, *listify(cbs)])
         arguments.check_loss(self)
@@ -335,7 +337,7 @@ class Learner(RunState):
         }  # fmt: skip
         return "\n".join([type(self).__name__, *(f"  {name:<11}{text}" for name, text in lines.items())])
 
-    # The loop, from the outside in. It stays on one screen; what is not the loop itself is a callback.
+    # The loop, from the outside in. It fits on one screen; everything beside the loop itself is a callback.
 
     def _fit(self) -> None:
         if self.n_steps is None:
@@ -346,7 +348,7 @@ class Learner(RunState):
             self._level("epoch", self._one_epoch, CancelEpochException)
 
     def _train(self, n_epoch: int | None, n_steps: int | None, start_epoch: int = 0) -> None:
-        "Train and validate, as long as is said."
+        """Train and validate, for the given numbers of epochs or steps."""
         self.n_epoch, self.n_steps, self.start_epoch = n_epoch, n_steps, start_epoch
         self._level("fit", self._fit, CancelFitException)
 
@@ -356,7 +358,7 @@ class Learner(RunState):
             self._read(self.dls.valid, training=False)
 
     def _read(self, dl: Iterable[Any], training: bool) -> None:
-        "Train on a loader, or validate on it."
+        """Train on a loader, or validate on it."""
         self.dl, self.training, self.iter, self.first_iter = self.dls.twin(dl, training), training, -1, 0
         self._dispatch.phase(training)
         if training:
@@ -387,7 +389,7 @@ class Learner(RunState):
     def _do_batch(self) -> None:
         dispatch = self._dispatch
         self._forward()
-        if dispatch.table["after_pred"]:  # asked here, so that an event without listeners costs nothing
+        if dispatch.table["after_pred"]:  # checked here, so that an event without hooks costs nothing
             dispatch.fire("after_pred")
         if (self.yb or self._loss_without_targets) and self.task != "predict":
             take_loss(self)
@@ -409,12 +411,12 @@ class Learner(RunState):
             self._gradient.backward()
 
     def _level(self, name: str, body: Callable[[], None], cancel: type[Exception]) -> None:
-        "A level of the loop that callbacks clean up after, however it ends."
+        """Run a level of the loop, with the cleanups of callbacks at its end, however it ends."""
         with self._dispatch:
             self._events(name, body, cancel)
 
     def _events(self, name: str, body: Callable[[], None], cancel: type[Exception]) -> None:
-        "`before_x`, the body, `after_cancel_x` if it was cancelled, `after_x`."
+        """Fire `before_x`, run the body, fire `after_cancel_x` if it was cancelled, and fire `after_x`."""
         dispatch, (before, after_cancel, after) = self._dispatch, _EVENTS[name]
         try:
             try:
@@ -426,32 +428,32 @@ class Learner(RunState):
             if dispatch.table[after]:
                 dispatch.fire(after)
         except cancel:
-            pass  # cancelled when it was over already
+            pass  # the cancel came when the level was over
 
-    # Seams: what a subclass may override, called inside the events above.
+    # Methods that a subclass may override, called inside the events above.
 
     def _forward(self) -> None:
-        "Set `output` and `pred` from the model."
+        """Set `output` and `pred` from the model."""
         named = self.xb[0] if type(self.batch) not in (tuple, list) and isinstance(self.batch, Mapping) else None
         self.output = out = self.model(*(self.xb if named is None else ()), **count_passed(self), **(named or {}))
         self.pred = out if isinstance(out, Tensor) and out.ndim else pred_of(out, makes_loss(self))
 
     def _loss(self) -> None:
-        "Set `loss_grad`, which is differentiated, and `loss`, which is recorded."
+        """Set `loss_grad`, which is differentiated, and `loss`, which is recorded."""
         loss_func = None if self._loss_weighting.asks else self.loss_func
         loss = found_loss(self) if loss_func is None else loss_func(self.pred, *self.yb)
         self.loss_grad, self.loss = loss, loss.detach() if isinstance(loss, Tensor) else loss
 
     def _backward(self) -> None:
-        "Compute gradients."
+        """Compute the gradients."""
         self.loss_grad.backward()
 
     def _step(self) -> None:
-        "Let the optimizer step; of several, each of them."
+        """Take a step of the optimizer, or of each of several."""
         self.opt.step()
 
     def _zero_grad(self) -> None:
-        "Clear the gradients."
+        """Clear the gradients."""
         optim.clear_gradients(self.opt)
 
     def create_opt(self) -> Any:
@@ -461,24 +463,24 @@ class Learner(RunState):
         self.opt = optim.make_optimizer(self.opt_func, groups, first, self.model)
 
     def closure(self, reuse: bool = False) -> Callable[[], Tensor]:
-        """A function for an optimizer that evaluates the loss several times in a step, such as LBFGS or SAM.
+        """Return a function for an optimizer that evaluates the loss several times in a step, such as LBFGS or SAM.
 
-        For a subclass with `def _step(self): self.opt.step(self.closure())`. An optimizer whose `step` cannot do
-        without a closure, as torch's LBFGS, gets `closure(reuse=True)` from the Learner itself.
+        It is for a subclass with `def _step(self): self.opt.step(self.closure())`. An optimizer whose `step` requires a
+        closure, such as torch's LBFGS, gets `closure(reuse=True)` from the Learner itself.
 
-        Each call clears the gradients, computes the loss of the present batch and its gradients again, and returns the
-        loss. The events from `after_pred` to `after_backward` take place in each, so that a callback changes the loss
-        as in the loop. The batch counts once; `pred`, `output` and `loss` stay those of the loop's own pass, also for
-        the recorder and metrics. On several ranks the gradients are averaged, and the optimizer gets the loss of all
-        ranks; every rank must reach this.
+        Each call of the function clears the gradients, computes the loss of the present batch and its gradients again,
+        and returns the loss. The events from `after_pred` to `after_backward` take place in each call, so that a
+        callback changes the loss as in the loop. The batch counts once; `pred`, `output` and `loss` stay those of the
+        loop's own pass, also for the recorder and metrics. On several ranks the gradients are averaged, and the
+        optimizer gets the loss of all ranks; every rank must reach this.
 
         Args:
-            reuse: the first call returns the loss of the pass that the loop has just made, whose gradients are there.
-                It is for optimizers that evaluate the loss first at the weights as they are.
+            reuse: let the first call return the loss of the pass that the loop has just made, whose gradients are
+                there. It is for optimizers that evaluate the loss first at the present weights.
 
         Raises:
             RuntimeError: called outside of an optimizer step.
-            ValueError: a callback with which it would not be exact: accumulation, clipping, or fp16.
+            ValueError: a callback does not allow an exact result: accumulation, clipping, or fp16.
         """
         arguments.check_in_step(self)
         arguments.check_closure(self)
@@ -486,17 +488,17 @@ class Learner(RunState):
 
         def evaluate() -> Tensor:
             loss = known.pop() if known else evaluate_again(self)
-            return torch.zeros(()) if loss is None else loss.detach()  # a rank may have left its batch before a loss
+            return torch.zeros(()) if loss is None else loss.detach()  # a rank may have left its batch before the loss
 
         return evaluate
 
     def _step_by_closure(self) -> None:
-        "Take the place of `_step` in a run whose optimizer needs a closure."
+        """Take a step of an optimizer that needs a closure; replaces `_step` in a run."""
         self.opt.step(self.closure(reuse=True))
 
     @property
     def _by_closure(self) -> bool:
-        "Tell whether `_step_by_closure` takes the place of `_step`."
+        """True if `_step_by_closure` replaces `_step`."""
         return vars(self).get("_step") == self._step_by_closure
 
     # Runs
@@ -515,29 +517,29 @@ class Learner(RunState):
     ) -> None:
         """Train for `n_epoch` epochs at a constant learning rate, validating after each.
 
-        However it ends, model, loaders, logger and callbacks are afterwards what they were. If it ends well the model
-        is in eval mode; after an error all modules have the modes they had.
+        After the fit, however it ends, model, loaders, logger and callbacks are restored. The model is in eval mode
+        after a successful fit; after an error all modules have their earlier modes.
 
         Args:
-            n_epoch: epochs in all.
-            lr: one rate; `slice(hi)` or `slice(lo, hi)` over the parameter groups; or a list; default the Learner's. Of
-                several optimizers it may be a dict of these by name. A schedule, such as `linear_warmup(0.1, 1e-2)`,
-                also for each group, is that of the rate in this fit. Groups that were made with different rates, by the
-                splitter, `opt_func` or `create_opt`, have these where nobody names a rate. One rate, schedule or
+            n_epoch: the number of epochs, with those before `start_epoch`.
+            lr: one rate; `slice(hi)` or `slice(lo, hi)` over the parameter groups; or a list; default the Learner's.
+                For several optimizers it may be a dict of these by name. A schedule, such as `linear_warmup(0.1,
+                1e-2)`, or one for each group, is the rate over this fit. Groups that were made with different rates, by
+                the splitter, `opt_func` or `create_opt`, keep them if no rate is named. A single rate, schedule or
                 `slice(hi)` is that of the groups for which the splitter gives none, or else of the group with the
-                highest, and the others keep their ratio to it; a list counts the groups.
+                highest rate, and the others keep their ratio to it; a list has a rate for each group.
             wd: weight decay, or decays by patterns of names, as the Learner takes them; default the Learner's.
             cbs: callbacks for this fit alone.
             reset_opt: start with a new optimizer instead of the last fit's.
             start_epoch: skip the epochs before this one.
-            n_steps: train for so many optimizer steps instead, over as many epochs as they take.
+            n_steps: train for this number of optimizer steps instead, over as many epochs as they take.
 
         Raises:
-            ValueError: data, loss, metrics or arguments that cannot work, before anything is changed where possible.
+            ValueError: invalid data, loss, metrics or arguments, found before anything is changed where possible.
         """
         arguments.check_fit(self, n_epoch, start_epoch, n_steps)
         parallel.warn_outside_context(self)
-        if "LEARNERKIT_REPORT" in os.environ:  # set by `python -m learnerkit.launch --report`
+        if "LEARNERKIT_REPORT" in os.environ:  # `python -m learnerkit.launch --report` sets it
             with self.added_cbs(cbs):
                 self.scaling_report()
             raise SystemExit(0)
@@ -570,19 +572,20 @@ class Learner(RunState):
         *,
         n_steps: int | None = None,
     ) -> None:
-        """`fit` with the 1cycle policy (Smith, https://arxiv.org/abs/1803.09820): rates up and down along cosines.
+        """Train with the 1cycle policy (Smith, https://arxiv.org/abs/1803.09820): rates go up and down along cosines.
 
         Arguments that are not named here are those of `fit`.
 
         Args:
-            lr_max: the peak; default the Learner's `lr`.
+            lr_max: the peak rate; default the Learner's `lr`.
             div: the first rate is lr_max / div.
             div_final: the last rate is lr_max / div_final.
-            pct_start: share of the steps on the way up.
-            moms: momentum at the start, the peak and the end; default the Learner's. Optimizers without are left alone.
+            pct_start: the share of the steps on the way up.
+            moms: momentum at the start, the peak and the end; default the Learner's. Optimizers without momentum are
+                left alone.
 
         Raises:
-            ValueError: the training loader has no length, so that nobody knows how far training has come.
+            ValueError: the training loader has no length, so that the progress of training is unknown.
         """
         cycle, momentum = self._one_cycle(div, div_final, pct_start, moms)
         self._fit_scheduled(cycle, momentum, n_epoch, lr_max, wd, cbs, reset_opt, start_epoch, n_steps)
@@ -590,7 +593,7 @@ class Learner(RunState):
     def _one_cycle(
         self, div: float = 25.0, div_final: float = 1e5, pct_start: float = 0.25, moms: tuple[Any, ...] | None = None
     ) -> tuple[Callable[[float], Schedule], Schedule]:
-        "The schedule of a rate by its peak, and that of the momentum."
+        """Return the function that makes a rate's schedule from its peak, and the schedule of the momentum."""
         arguments.check_positive("div", div)
         arguments.check_positive("div_final", div_final)
         momentum = combined_cos(pct_start, *arguments.three("moms", self.moms if moms is None else moms))
@@ -610,16 +613,16 @@ class Learner(RunState):
         *,
         n_steps: int | None = None,
     ) -> None:
-        """`fit` at a constant rate, and then down along a cosine.
+        """Train at a constant rate, and then let it fall along a cosine.
 
         Arguments that are not named here are those of `fit`.
 
         Args:
             div_final: the last rate is lr / div_final.
-            pct_start: share of the steps at the constant rate.
+            pct_start: the share of the steps at the constant rate.
 
         Raises:
-            ValueError: the training loader has no length, so that nobody knows how far training has come.
+            ValueError: the training loader has no length, so that the progress of training is unknown.
         """
 
         def flat_cos(rate: float) -> Schedule:
@@ -639,19 +642,19 @@ class Learner(RunState):
         wd: float | Mapping[str, float] | None = None,
         start_epoch: int = 0,
     ) -> None:
-        """`fit` with warm restarts (SGDR; Loshchilov and Hutter, https://arxiv.org/abs/1608.03983).
+        """Train with warm restarts (SGDR; Loshchilov and Hutter, https://arxiv.org/abs/1608.03983).
 
         In each cycle the rate falls from `lr_max` to 0 along a cosine. Arguments that are not named here are those
         of `fit`.
 
         Args:
-            n_cycles: how many cycles.
-            cycle_len: epochs of the first one.
-            lr_max: the rate at the start of each; default the Learner's `lr`.
-            cycle_mult: how many times as long as the one before each cycle is.
+            n_cycles: the number of cycles.
+            cycle_len: the number of epochs of the first cycle.
+            lr_max: the rate at the start of each cycle; default the Learner's `lr`.
+            cycle_mult: the factor by which each cycle is longer than the last.
 
         Raises:
-            ValueError: the training loader has no length; cycles that are not whole numbers of 1 or more.
+            ValueError: the training loader has no length, or the cycles are not given by whole numbers of 1 or more.
         """
         for name, value in (("n_cycles", n_cycles), ("cycle_len", cycle_len), ("cycle_mult", cycle_mult)):
             arguments.check_count(name, value)
@@ -676,7 +679,7 @@ class Learner(RunState):
         start_epoch: int,
         n_steps: int | None = None,
     ) -> None:
-        "`fit` with a schedule for each group's rate, and one of the momentum for optimizers that have it."
+        """Fit with a schedule for each group's rate, and one of the momentum for optimizers that have it."""
         arguments.check_fit(self, n_epoch, start_epoch, n_steps)
         cbs = listify(cbs)
         self._make_opt(reset_opt)
@@ -702,30 +705,30 @@ class Learner(RunState):
         freeze_steps: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Train the last parameter group alone, then the whole model at lower rates for its first groups.
+        """Train only the last parameter group, then the whole model with lower rates for its first groups.
 
         The method is ULMFiT's gradual unfreezing and discriminative rates (Howard and Ruder,
         https://arxiv.org/abs/1801.06146), with a 1cycle fit for each of the two parts.
 
         Args:
-            epochs: of the second part.
+            epochs: the epochs of the second part.
             base_lr: the head's peak rate in the first part, and twice that of the second.
-            freeze_epochs: of the first part.
-            lr_mult: how many times the first group's rate the head's is, in the second part, if there is a splitter and
+            freeze_epochs: the epochs of the first part.
+            lr_mult: the ratio of the head's rate to the first group's, in the second part, if there is a splitter and
                 it gives no rates itself.
-            pct_start, div: of the second part, as in `fit_one_cycle`.
+            pct_start, div: options of the second part, as in `fit_one_cycle`.
             n_steps: optimizer steps of the second part, instead of `epochs`.
             freeze_steps: optimizer steps of the first part, instead of `freeze_epochs`.
-            kwargs: for `fit_one_cycle`, in both parts.
+            kwargs: arguments of `fit_one_cycle`, for both parts.
 
         Raises:
             TypeError, ValueError: arguments that `fit_one_cycle` does not take; nothing is frozen then.
         """
         arguments.check_positive("lr_mult", lr_mult)
-        kwargs["cbs"] = listify(kwargs.get("cbs"))  # for both parts
+        kwargs["cbs"] = listify(kwargs.get("cbs"))  # a list, as both parts read it
         high = base_lr / 2
         groups = optim.split(unwrap(self.model), self.splitter)
-        are_alike = not any(group.keys() & {"lr", "lr_scale"} for group in groups)  # others keep their ratio
+        are_alike = not any(group.keys() & {"lr", "lr_scale"} for group in groups)  # other groups keep their ratio
         rates = slice(high / lr_mult, high) if len(groups) > 1 and are_alike else high
         first = freeze_epochs if freeze_steps is None else None
         head = dict(n_epoch=first, n_steps=freeze_steps, lr_max=slice(base_lr), pct_start=0.99, **kwargs)
@@ -753,24 +756,24 @@ class Learner(RunState):
         show_plot: bool = True,
         suggest_funcs: Callable[..., Any] | Iterable[Callable[..., Any]] = SUGGESTIONS,
     ) -> SuggestedLRs:
-        """Train while the learning rate grows, and suggest rates by how the loss goes: `learn.lr_find().valley`.
+        """Train while the learning rate grows, and suggest rates from the course of the loss: `learn.lr_find().valley`.
 
         The method is the learning rate range test (Smith, https://arxiv.org/abs/1506.01186). A printed line says which
-        of the rates to take: `valley`, unless the loss hardly fell, or was lowest at a rate below it.
+        rate to take: `valley`, unless the loss hardly fell, or was lowest at a rate below it.
 
-        Afterwards weights, optimizer, random streams and data order are exactly what they were, also after an error,
-        and so is the rest that `check` puts back, and the recorder, but for the curve that its `plot_lr_find` shows. If
-        groups were made with different rates, they keep their ratio meanwhile, and the rates are those of the group
-        with the highest. Under DDP every rank must reach this; the losses are those of the global batches, and all
-        ranks get the same suggestions.
+        Afterwards weights, optimizer, random streams and data order are exactly restored, also after an error, and so
+        is the rest that `check` restores, and the recorder, except the curve for its `plot_lr_find`. If groups were
+        made with different rates, they keep their ratio meanwhile, and the rates are those of the group with the
+        highest. Under DDP every rank must reach this; the losses are those of the global batches, and all ranks get the
+        same suggestions.
 
         Args:
             start_lr: the first rate.
             end_lr: the last rate; in between it grows by the same factor at every step.
-            num_it: optimizer steps.
-            stop_div: stop when the smoothed loss is four times its lowest value, or no number any more.
+            num_it: the number of optimizer steps.
+            stop_div: stop when the smoothed loss is four times its lowest value, or no longer finite.
             show_plot: plot the losses over the rates on rank 0, if matplotlib is installed.
-            suggest_funcs: `valley`, `slide`, `minimum`, `steep` by default; or functions of your own of (rates, losses,
+            suggest_funcs: `valley`, `slide`, `minimum`, `steep` by default; or your own functions of (rates, losses,
                 num_it), of which the first two are tensors on the host.
 
         Returns:
@@ -778,7 +781,7 @@ class Learner(RunState):
 
         Raises:
             RuntimeError: called during a fit; call it before.
-            ValueError: arguments that cannot work, or too few losses to suggest something by.
+            ValueError: invalid arguments, or too few losses for a suggestion.
         """
         finder = LRFinder(start_lr, end_lr, num_it, stop_div, listify(suggest_funcs))
         arguments.check_fit(self, n_epoch=None, n_steps=num_it, who="lr_find")
@@ -797,7 +800,7 @@ class Learner(RunState):
         return suggested
 
     def _recorded_lr_find(self, finder: LRFinder) -> Any:
-        "What this call has returned in an earlier process, whose run a CheckpointCallback goes on with."
+        """Return the result of this call in an earlier process whose run a CheckpointCallback continues, or `None`."""
         for cb in self.cbs:
             if isinstance(cb, CheckpointCallback) and cb.run:
                 rates = cb.recorded_lr_find(len(self.lr_finds))
@@ -808,14 +811,14 @@ class Learner(RunState):
 
     @on_workers
     def validate(self, ds_idx: int = 1, dl: Iterable[Any] | None = None, cbs: Callbacks = None) -> list[float]:
-        """The loss and each metric on a loader: `[valid_loss, *metrics]`; NaN for a loss that the model does not make.
+        """Return the loss and each metric on a loader: `[valid_loss, *metrics]`; NaN if the model computes no loss.
 
-        Can also be called from a callback in mid-fit, whose random streams it leaves alone. Under DDP every rank must
-        reach this; each sample counts once.
+        It can be called from a callback in mid-fit, whose random streams it restores. Under DDP every rank must reach
+        this; each sample counts once.
 
         Args:
-            ds_idx: which of the loaders.
-            dl: another loader instead.
+            ds_idx: the index of the loader.
+            dl: a loader to use instead.
             cbs: callbacks for this run alone.
         """
         meter = Validation()
@@ -836,30 +839,30 @@ class Learner(RunState):
         on: str = "all",
         cbs: Callbacks = None,
     ) -> tuple[Any, ...]:
-        """Predictions for every sample once, in order, on the host: `(preds, targets)` and what else is asked for.
+        """Return predictions for every sample once, in order, on the host: `(preds, targets)` and the requested items.
 
-        Under DDP every rank must reach this and gets the whole. Predictions are the model's raw outputs, unless `act`
-        or `probs` is given.
+        Under DDP every rank must reach this and gets all predictions. They are the model's raw outputs, unless `act` or
+        `probs` is given.
 
         Args:
-            ds_idx: the dataset, by its loader; it is read in its own order, not its sampler's.
-            dl: a loader instead, read in its own order.
+            ds_idx: the index of the loader of the dataset, which is read in its own order, not its sampler's.
+            dl: a loader to use instead, read in its own order.
             with_input: put the inputs first.
             with_loss: put the loss of each sample last; needs a loss that takes `reduction`.
             with_decoded: add the decoded predictions, by `loss_func.decode` (or fastai's `decodes`), else argmax for a
-                cross-entropy, yes or no for a binary one (likelier than not), and numbers as they are.
+                cross-entropy, yes or no for a binary one (likelier than not), and numbers unchanged.
             act: a function of the predictions, such as `torch.sigmoid`.
-            probs: make probabilities of the predictions, as the loss says: softmax for a cross-entropy, sigmoid for a
-                binary one with logits, or the loss's own `activation`. A model's own loss over `dls.classes` is taken
-                for a cross-entropy.
+            probs: turn the predictions into probabilities, as the loss implies: softmax for a cross-entropy, sigmoid
+                for a binary one with logits, or the loss's own `activation`. A model's own loss over `dls.classes` is
+                taken for a cross-entropy.
             on: 'all', or 'rank0': the other ranks get `None` for each item.
             cbs: callbacks for this run alone.
 
         Returns:
-            (inputs?, preds, targets, decoded?, losses?); targets are `None` where the data have none.
+            (inputs?, preds, targets, decoded?, losses?); targets are `None` if the data have none.
 
         Raises:
-            ValueError: a loss or data of which the items asked for cannot be had.
+            ValueError: the loss or the data do not allow the requested items.
         """
         gather = GatherPredictions(with_input, with_loss, with_decoded, activation_for(self, act, probs), on)
         dl = in_order(self.dls[ds_idx], str(ds_idx)) if dl is None else dl
@@ -868,26 +871,26 @@ class Learner(RunState):
 
     @public
     def predict(self, item: Any, act: Callable[[Tensor], Tensor] | None = None, probs: bool = False) -> Prediction:
-        """The prediction for one input: `label, decoded, pred = learn.predict(x)`.
+        """Return the prediction for one input: `label, decoded, pred = learn.predict(x)`.
 
-        The callbacks see it as a batch of one sample. Modes and records stay as they are, and so do random streams,
-        unless the model itself draws from them outside of a run. No other rank is needed, nor waited for. Several
-        threads may call it: they wait for each other.
+        The callbacks see it as a batch of one sample. Modes and records are not changed, and neither are random
+        streams, unless the model itself draws from them outside of a run. Other ranks need not call it. Several threads
+        may call it: they wait for each other.
 
         Args:
-            item: as the dataset yields it, without targets: one input, a tuple of several, or a mapping.
+            item: an input as the dataset yields it, without targets: one input, a tuple of several, or a mapping.
             act: a function of the predictions, such as `torch.sigmoid` or `partial(torch.softmax, dim=1)`.
-            probs: return probabilities in place of the raw output, as in `get_preds`.
+            probs: return probabilities instead of the raw output, as in `get_preds`.
 
         Returns:
-            The class's name, or its number where `dls.classes` has no names, or the number that is predicted; the
-            decoded prediction, such as the class's number, or `None` where nobody knows how to decode; and the raw
-            output. The last two are on the host, and have no batch axis. The attribute `probs` of what is returned has
-            the probabilities in any case.
+            The class's name, or its index if `dls.classes` has no names, or the predicted number; the decoded
+            prediction, such as the class's index, or `None` if it is unknown how to decode; and the raw output. The
+            last two are on the host, and have no batch axis. The result always has the probabilities in its attribute
+            `probs`.
 
         Raises:
             RuntimeError: a fit or an evaluation of this learner goes on in another thread.
-            ValueError: the loader's `collate_fn` cannot do without targets, or the loss does not say how to make
+            ValueError: the loader's `collate_fn` needs targets, or it is unknown how to turn predictions into
                 probabilities.
         """
         return self.predict_many([item], act, probs)[0]
@@ -896,17 +899,17 @@ class Learner(RunState):
     def predict_many(
         self, items: list[Any], act: Callable[[Tensor], Tensor] | None = None, probs: bool = False
     ) -> list[Prediction]:
-        """The predictions for several inputs, as `predict` makes them, from one batch: for a service.
+        """Return the predictions for several inputs, as `predict` does, from one batch: for a service.
 
-        It is faster than `predict` for each and than `get_preds`, which reads any number of inputs by a loader.
+        It is faster than `predict` for each, and than `get_preds`, which reads any number of inputs with a loader.
 
         Args:
-            items: the inputs, each as for `predict`. All of them must fit into the memory at a time.
+            items: the inputs, each as for `predict`. They must fit into the memory together.
             act, probs: as for `predict`.
 
         Raises:
             RuntimeError, ValueError: as for `predict`.
-            TypeError: no list.
+            TypeError: `items` is not a list.
         """
         if not isinstance(items, list):
             raise TypeError(f"got a {type(items).__name__}; predict_many takes a list of inputs, and predict one input")
@@ -920,7 +923,7 @@ class Learner(RunState):
             return (self._predict_in_loop if heard or overrides(self, "_forward") else self._predict_alone)(items, act)
 
     def _predict_alone(self, items: list[Any], act: Callable[[Tensor], Tensor] | None) -> list[Prediction]:
-        "Do what the loop does with a batch that no callback listens to; nothing of this learner changes."
+        """Predict like the loop on a batch for which no callback has a hook; this learner does not change."""
         model, nested, device = unwrap(self.model), self._dispatch is not None, self.dls.device
         modules = list(model.modules())
         resets = not nested and callable(getattr(model, "reset", None))
@@ -954,14 +957,14 @@ class Learner(RunState):
 
     @contextmanager
     def _by_itself(self) -> Iterator[None]:
-        "Evaluation without other ranks, also in the middle of a fit; streams and modes are given back."
+        """Evaluate without other ranks, also in the middle of a fit; streams and modes are restored."""
         agreement, model, in_fit, plain = self._agreement, self.model, self._in_fit, unwrap(self.model)
         try:
             with kept_flags(self.cbs), training_modes(plain):
                 for cb in self.cbs:
                     if isinstance(cb, _SWITCHED_OFF):
                         cb.run = False
-                self._agreement, self.model, self._in_fit = None, plain, True  # so that streams are given back
+                self._agreement, self.model, self._in_fit = None, plain, True  # True, so that streams are restored
                 yield
         finally:
             self._agreement, self.model, self._in_fit = agreement, model, in_fit
@@ -980,24 +983,25 @@ class Learner(RunState):
         act: Callable[[Tensor], Tensor] | None = None,
         probs: bool = False,
     ) -> tuple[Any, ...]:
-        """Predictions averaged over a plain and `n` augmented readings of a dataset: `(preds, targets)`.
+        """Return predictions averaged over a plain and `n` augmented readings of a dataset: `(preds, targets)`.
 
-        Test time augmentation (Krizhevsky et al., "ImageNet Classification with Deep Convolutional Neural Networks",
-        2012). Under DDP every rank must reach this.
+        This is test time augmentation (Krizhevsky et al., "ImageNet Classification with Deep Convolutional Neural
+        Networks", 2012). Under DDP every rank must reach this.
 
         Args:
-            ds_idx: which dataset, read in its own order.
+            ds_idx: the index of the dataset, which is read in its own order.
             dl: a loader that augments the same samples in the same order, instead of `batch_tfms`.
-            n: how many augmented readings.
+            n: the number of augmented readings.
             batch_tfms: an augmentation of a batch of inputs on the device, such as those of
                 `torchvision.transforms.v2`.
-            beta: the share of the plain predictions; `None`: preds is a pair, the augmented ones' mean and the plain.
+            beta: the share of the plain predictions; `None`: preds is a pair, the mean of the augmented ones and the
+                plain ones.
             use_max: take the largest predictions instead of an average.
             act: a function of the predictions, such as `partial(torch.softmax, dim=1)`, before they are averaged.
             probs: average probabilities, as in `get_preds`.
 
         Raises:
-            ValueError: nothing that augments, no augmented reading, or predictions that are not tensors.
+            ValueError: there is no augmentation or no augmented reading, or predictions are not tensors.
         """
         arguments.check_count("n", n, "a number of augmented readings")
         if (dl is None) == (batch_tfms is None):
@@ -1008,7 +1012,8 @@ class Learner(RunState):
         act = activation_for(self, act, probs)
         plain, targets = self.get_preds(ds_idx, act=act)
         cbs = None if batch_tfms is None else BatchTransform(batch_tfms, train=False, valid=True)
-        # In a fit the readings leave its random streams alone together: one by one they would all be alike.
+        # In a fit, random streams are restored once, after all readings: restored after each, all readings would be
+        # alike.
         in_fit, self._in_fit = self._in_fit, False
         try:
             with keep_seeds(dl, self.dls.device) if in_fit else nullcontext():
@@ -1018,7 +1023,7 @@ class Learner(RunState):
         return averaged(plain, augmented, beta, use_max), targets
 
     def _evaluate(self, task: str, dl: Iterable[Any], cbs: Callbacks) -> None:
-        "A run without training; inside another one without the events of its outer levels."
+        """Run without training; inside another run without the events of its outer levels."""
         with self._running(task, cbs) as nested:
             arguments.check_not_empty(dl, "the loader")
             read = functools.partial(self._read, dl, training=False)
@@ -1029,7 +1034,7 @@ class Learner(RunState):
 
     @contextmanager
     def _trying(self, task: str, cbs: list[Callback]) -> Iterator[Callable[..., None]]:
-        "A run that leaves no trace but in its own callbacks; yields what trains, for some epochs or steps."
+        """Run without a trace except in the given callbacks; yield a function that trains for epochs or steps."""
 
         def train(n_epoch: int | None = None, n_steps: int | None = None) -> None:
             self._prepare_opt()
@@ -1040,8 +1045,8 @@ class Learner(RunState):
 
     @contextmanager
     def _running(self, task: str, cbs: Callbacks = None) -> Iterator[bool]:
-        "One run, which is refused while another thread has one; see `_run`."
-        with self._lock:  # waits for a prediction in another thread
+        """Start a run, and refuse it while another thread has one; see `_run`."""
+        with self._lock:  # it waits for a prediction in another thread
             arguments.check_thread(self, self._thread, "get_preds" if task == "predict" else task)
             outer, self._thread = self._thread, threading.get_ident()
         try:
@@ -1052,7 +1057,7 @@ class Learner(RunState):
 
     @contextmanager
     def _run(self, task: str, cbs: Callbacks = None) -> Iterator[bool]:
-        "One run; what it changes on the learner is put back at its end. Yields whether it is inside another."
+        """Run, and restore the learner at the end; yield whether the run is inside another."""
         self._take_callbacks()
         if not parallel.will_shard(self):
             arguments.check_whole(
@@ -1093,11 +1098,11 @@ class Learner(RunState):
                     self._part()
                 for cb in sets_modes:
                     cb.note_modes(None)
-        if sets_modes and task in ("fit", "validate", "predict"):  # others leave no trace
+        if sets_modes and task in ("fit", "validate", "predict"):  # other tasks leave no trace
             self.model.eval()
 
     def _make_opt(self, reset: bool = False) -> None:
-        "An optimizer, if there is none or a new one is wanted."
+        """Make an optimizer, if there is none or `reset` is set."""
         if self.opt is None or reset:
             give_shapes(self)
             made = self.create_opt()
@@ -1106,7 +1111,7 @@ class Learner(RunState):
             optim.keep_base_rates(opt)
 
     def _prepare_opt(self, lr: Any = None, wd: float | Mapping | None = None, reset: bool = False) -> None:
-        "An optimizer with these hyper-parameters, or the Learner's own."
+        """Set up an optimizer with these hyper-parameters, or the Learner's own."""
         self._make_opt(reset)
         if not overrides(self, "_step") and arguments.needs_closure(self.opts):
             arguments.check_closure(self)
@@ -1119,7 +1124,7 @@ class Learner(RunState):
                 optim.set_decay(opt, unwrap(self.model), wd, self.wd_bn_bias)
 
     def _say_step(self) -> None:
-        "Say once what a step of several batches sees."
+        """Print once the number of samples in a step of several batches."""
         if self.n_ranks > 1 or any(isinstance(cb, GradientAccumulation) for cb in self.cbs):
             text = scaling_rate().combined_step(self)
             if text and text != self._said_step:
@@ -1128,7 +1133,7 @@ class Learner(RunState):
 
     @property
     def lr(self) -> Any:
-        """The learning rate of `fit` where none is given: as it was named, or 0.001, with which optimizers are made."""
+        """The learning rate of `fit` if it gets none: the given one, or the optimizers' default of 0.001."""
         return optim.DEFAULT_RATE if self._named_lr is None else self._named_lr
 
     @lr.setter
@@ -1137,11 +1142,11 @@ class Learner(RunState):
 
     @property
     def effective_batch_size(self) -> int | None:
-        """The samples of a full optimizer step: of all ranks that train together, and of all accumulated batches.
+        """The number of samples of a full optimizer step, of all ranks and all accumulated batches.
 
-        `None` if the training loader does not tell how many a batch has; it does by an attribute `batch_size`, its own
-        or its batch sampler's. Ranks and accumulation count while the learner has them: inside `distrib_ctx`, and if
-        `GradientAccumulation` is one of its callbacks, or of the fit that runs.
+        `None` if the training loader does not tell the number of a batch's samples, by an attribute `batch_size`, its
+        own or its batch sampler's. Ranks and accumulation count while the learner has them: inside `distrib_ctx`, and
+        if `GradientAccumulation` is among its callbacks, or those of the present fit.
         """
         return scaling_rate().step_of(self).samples
 
@@ -1154,7 +1159,7 @@ class Learner(RunState):
 
     @property
     def n_ranks(self) -> int:
-        """The processes that share the data of the present run; 1 where this one has all of them."""
+        """The number of processes that share the data of the present run; 1 if this process has all of them."""
         return 1 if self._agreement is None else distributed.world_size()
 
     @property
@@ -1180,13 +1185,13 @@ class Learner(RunState):
     # Parameter groups
 
     def freeze_to(self, n: int) -> None:
-        """Train from the `n`-th of the splitter's groups on; the groups before it stay as they are.
+        """Train the groups of the splitter from the `n`-th on; freeze the groups before it.
 
-        Norm layers of frozen groups go on training where the Learner has `train_bn`. The state of the optimizer, which
-        belongs to what was trained before, is forgotten.
+        Norm layers of frozen groups stay trainable if the Learner has `train_bn`. The state of the optimizers is
+        cleared, as it belongs to the parameters that were trained before.
 
         Args:
-            n: the first group to train; a negative number counts from the last.
+            n: the index of the first group to train; a negative index counts from the last.
 
         Raises:
             ValueError: there is no such group.
@@ -1197,7 +1202,7 @@ class Learner(RunState):
             opt.state.clear()
 
     def freeze(self) -> None:
-        """Train the last of the splitter's groups alone. Where there is a single group, warn that nothing is frozen."""
+        """Train only the last of the splitter's groups. If there is a single group, warn that nothing is frozen."""
         if len(optim.split(unwrap(self.model), self.splitter)) == 1:
             warn(
                 "there is a single group of parameters, so freezing leaves all of them to be trained; give the Learner "
@@ -1213,7 +1218,7 @@ class Learner(RunState):
 
     def to_fp16(self, **kwargs: Any) -> Learner:
         """Train in mixed precision with float16; `kwargs` are those of `torch.amp.GradScaler`."""
-        cb = MixedPrecision("fp16", **kwargs)  # first: arguments that are refused must change nothing
+        cb = MixedPrecision("fp16", **kwargs)  # made first: invalid arguments must change nothing
         return self.to_fp32().add_cb(cb)
 
     def to_bf16(self) -> Learner:
@@ -1227,12 +1232,11 @@ class Learner(RunState):
     # Callbacks
 
     def add_cb(self, cb: Callback | type[Callback]) -> Learner:
-        """Add a callback. Several learners may have it, as long as one of them runs at a time.
+        """Add a callback. Several learners may share it, as long as one of them runs at a time.
 
         Raises:
-            TypeError: no callback, or one with a misspelled hook.
-            ValueError: a callback that another learner's run is using, or whose name would hide an attribute of the
-                learner.
+            TypeError: it is not a callback, or has a misspelled hook.
+            ValueError: another learner's run is using the callback, or its name would hide an attribute of the learner.
         """
         cb = cb() if isinstance(cb, type) and issubclass(cb, Callback) else cb
         arguments.check_callback(self, cb)
@@ -1271,14 +1275,14 @@ class Learner(RunState):
         return self
 
     def _part(self) -> None:
-        # Not in the middle of a run: a callback that was removed there may still owe a cleanup.
+        # This waits for the end of a run: a callback that is removed in one may still owe a cleanup.
         for cb in self._parting:
             if cb not in self.cbs and cb.learn is self:
                 cb.learn = Callback.learn
         self._parting.clear()
 
     def _take_callbacks(self) -> None:
-        "Callbacks shared with other learners belong to this one for the length of its run."
+        """Let callbacks that are shared with other learners belong to this one for the length of its run."""
         for cb in self.cbs:
             if cb.learn is not self:
                 arguments.check_free(self, cb)
@@ -1286,7 +1290,7 @@ class Learner(RunState):
 
     @contextmanager
     def added_cbs(self, cbs: Callbacks) -> Iterator[Learner]:
-        """Have some callbacks for a while."""
+        """Add some callbacks within a context."""
         added = []
         try:
             for cb in listify(cbs):
@@ -1298,7 +1302,7 @@ class Learner(RunState):
 
     @contextmanager
     def removed_cbs(self, cbs: Callbacks) -> Iterator[Learner]:
-        """Do without some callbacks (or classes of them) for a while; they come back in their places."""
+        """Remove some callbacks (or classes of them) within a context; they return to their places at its end."""
         before = list(self.cbs)
         self.remove_cbs(cbs)
         try:
@@ -1309,12 +1313,12 @@ class Learner(RunState):
             self.cbs.sort(key=lambda cb: before.index(cb) if cb in before else len(before))
 
     def no_bar(self) -> AbstractContextManager[Learner]:
-        """A context without progress bar; the table is still printed."""
+        """Return a context without progress bar; the table is still printed."""
         return self.removed_cbs(ProgressCallback)
 
     @contextmanager
     def no_logging(self) -> Iterator[Learner]:
-        """A context in which no table is printed."""
+        """Print no table within this context."""
         logger, self.logger = self.logger, lambda row: None
         try:
             yield self
@@ -1325,7 +1329,7 @@ class Learner(RunState):
         """Print a line above the progress bar, on rank 0; in a notebook among the rows of the table.
 
         Args:
-            text: one line; it is printed as it is.
+            text: one line; it is printed unchanged.
         """
         if distributed.is_main():
             getattr(self.logger, "say", print_above)(str(text))
@@ -1334,7 +1338,7 @@ class Learner(RunState):
         """Add a value to a column of the table: its mean over the epoch and all ranks. Tensors stay on the device.
 
         Args:
-            name: the column.
+            name: the name of the column.
             value: a number or a tensor with one element.
         """
         if self.task == "fit" and hasattr(self, "recorder"):
@@ -1342,25 +1346,26 @@ class Learner(RunState):
 
     @on_workers
     def check(self, memory: str | int | None = None) -> bool:
-        """Take one training step and one of validation, and print what is right and what is wrong with them.
+        """Take one step of training and one of validation, and print what is right and what is wrong with them.
 
-        Shapes, types, devices, the range of targets, gradients, the optimizer, metrics: what one would rather know
-        before a long run. So is how much memory a step needs, and how many samples fit: that is predicted from steps on
-        tensors without values, also on a machine without the device that the fit is meant for. Afterwards everything is
-        as it was: the state of the run, as `state_dict` returns it, and with it gradients and the attributes of
-        callbacks, of the model's and of the loss's modules. Samplers and streams of data without `state_dict` and
-        `load_state_dict` have seen one more step. Under DDP every rank must reach this.
+        It checks shapes, types, devices, the range of targets, gradients, the optimizer and metrics, which one would
+        like to know before a long run. It also predicts how much memory a step needs, and how many samples fit, from
+        steps on tensors without values, also on a machine without the device that the fit is meant for. Afterwards
+        everything is restored: the state of the run, as `state_dict` returns it, and with it gradients and the
+        attributes of callbacks, of the model's and of the loss's modules. Samplers and streams of data without
+        `state_dict` and `load_state_dict` have seen one more step. Under DDP every rank must reach this.
 
         Args:
-            memory: of the device that the fit is meant for, such as "24GiB" (also GB, MiB, MB), or its bytes as an int;
-                a batch that does not fit is a problem. `None`: of the loaders' device, and a hint.
+            memory: the memory of the device that the fit is meant for, such as "24GiB" (also GB, MiB, MB), or its bytes
+                as an int; a batch that does not fit is then reported as a problem. With `None` the loaders' device is
+                used, and a batch that does not fit is a hint.
 
         Returns:
             Whether nothing is wrong, on any rank.
 
         Raises:
-            RuntimeError: called while something runs.
-            TypeError, ValueError: another `memory`.
+            RuntimeError: a run goes on.
+            TypeError, ValueError: an invalid `memory`.
         """
         return check(self, memory)
 
@@ -1369,73 +1374,74 @@ class Learner(RunState):
         self, n_steps: int = 20, *, advice: bool = True, forecast: bool = True, seconds: float = 120.0,
         show: bool = True,
     ) -> ScalingReport:  # fmt: skip
-        """Run some training steps, and say where their time goes on each rank and what would make them faster.
+        """Run some training steps, and report where their time goes on each rank, and what would make them faster.
 
-        The parts of a step are measured; then steps are run without the network, without input, and in one process
-        alone, and with what may help: only what does is reported, with its gain. Afterwards all that `check` puts back
-        is exactly what it was, also after an error. Callbacks that are `only_fit` take no part. Under DDP every rank
-        must reach this.
+        The parts of a step are measured. Then steps are run without the network, without input, in one process alone,
+        and with changes that may help: only those that do are reported, with their gain. Afterwards all that `check`
+        restores is exactly restored, also after an error. Callbacks that are `only_fit` take no part. Under DDP every
+        rank must reach this.
 
         Args:
-            n_steps: the steps of each trial, after a few that do not count.
-            advice: try what may help.
-            forecast: measure the link between ranks, and forecast a step on other numbers of them. One process on the
-                CPU starts two for it, which are forks of it.
-            seconds: after which nothing new is tried.
+            n_steps: the number of steps of each trial, after a few that do not count.
+            advice: try changes that may help.
+            forecast: measure the link between ranks, and forecast a step on other numbers of ranks. One process on the
+                CPU forks two processes for it.
+            seconds: the time after which no further trial begins.
             show: print the report on rank 0.
 
         Returns:
             The report, the same on every rank.
 
         Raises:
-            RuntimeError: called while something runs.
-            ValueError: `n_steps` below 2, or a loader that can be read only once.
+            RuntimeError: a run goes on.
+            ValueError: `n_steps` is below 2, or the loader can be read only once.
         """
-        from learnerkit.scaling.making import scaling_report  # here, as most fits never need it
+        from learnerkit.scaling.making import scaling_report  # imported here, as most fits never need it
 
         return scaling_report(self, n_steps, advice=advice, forecast=forecast, seconds=seconds, show=show)
 
     @on_workers
     def find_batch_size(self, share: float = 0.9, bs: int | None = None) -> BatchSize:
-        """Find the largest batch that fits into the memory, and the accumulation and the rate that go with it.
+        """Find the largest batch that fits into the memory, with the accumulation and the rate that go with it.
 
-        Sizes are those of a batch of one process. The search begins with the loader's, doubles it while it fits, and
-        then bisects. Of each size two optimizer steps are taken, and a batch of the validation loader is read, whose
-        size is scaled alike; if it cannot be, it is its first batch. All batches have the largest samples: the longest,
-        where the batch sampler, or an attribute `lengths` of the dataset, tells lengths; else the largest of 256 that
-        are read from all over the dataset. With `bs`, or `GradientAccumulation` among the callbacks, the steps have
-        two batches. No size is tried with which a step would have more samples than the training set, or than `bs`.
+        A size is that of a batch of one process. The search begins with the loader's size, doubles it while it fits,
+        and then bisects. For each size, two optimizer steps are taken, and a batch of the validation loader is read,
+        whose size is scaled alike; if it cannot be scaled, its first batch is read. All batches have the largest
+        samples: the longest, if the batch sampler, or an attribute `lengths` of the dataset, tells lengths; else the
+        largest of 256 that are read from all over the dataset. With `bs`, or `GradientAccumulation` among the
+        callbacks, the steps have two batches. Sizes with which a step would have more samples than the training set, or
+        than `bs`, are not tried.
 
-        On a CUDA device what its allocator takes is measured. Elsewhere it is the tensors of the steps, compared with
-        the memory of the host for this process, or of its control group; the data, the program itself, and what a
-        kernel takes while it runs are not measured, and `share` leaves room for them. On several processes each tries a
-        size by itself, and it fits if it does on all of them; the buckets of DDP are added.
+        On a CUDA device the memory of its allocator is measured. Elsewhere the tensors of the steps are measured and
+        compared with the memory of the host for this process, or of its control group; the data, the program itself,
+        and the memory of running kernels are not measured, and `share` leaves room for them. On several processes each
+        tries a size by itself, and it fits if it fits on all of them; the buckets of DDP are added.
 
-        Afterwards all that `check` puts back is exactly what it was, also after an error. Callbacks that are `only_fit`
-        take no part. Under DDP every rank must reach this. A line says what was found.
+        Afterwards all that `check` restores is exactly restored, also after an error. Callbacks that are `only_fit`
+        take no part. Under DDP every rank must reach this. A printed line has the result.
 
         Args:
-            share: of the memory, that a step may take; above 0 and at most 1.
-            bs: the samples of an optimizer step that are wanted, of all processes together. The size is then the one
-                that gives as many by the fewest batches, or a few more where they cannot be divided evenly.
+            share: the share of the memory that a step may take; above 0 and at most 1.
+            bs: the wanted number of samples of an optimizer step, of all processes together. The size is then the one
+                that reaches it with the fewest batches, or exceeds it slightly if it cannot be divided evenly.
 
         Returns:
-            The size, what was measured, and what goes with it; the same on every rank.
+            The size, the measurements, and the settings that go with it; the same on every rank.
 
         Raises:
-            RuntimeError: called while something runs, or (torch.OutOfMemoryError) not even one sample fits.
-            ValueError: a loader whose batches cannot be of another size, a sharded model, `share` out of range, or `bs`
+            RuntimeError: a run goes on, or (torch.OutOfMemoryError) not even one sample fits.
+            ValueError: a loader whose batches cannot have another size, a sharded model, `share` out of range, or `bs`
                 below 1.
         """
-        from learnerkit.scaling.batch_size import find_batch_size  # here, as most fits never need it
+        from learnerkit.scaling.batch_size import find_batch_size  # imported here, as most fits never need it
 
         return find_batch_size(self, share, bs)
 
     @on_workers
     def summary(self) -> Summary:
-        """Run the model on a batch, and list its layers: output shapes, parameters, and what they need of the memory.
+        """Run the model on a batch, and list its layers: output shapes, parameters, and their memory.
 
-        The batch is the first one of training. The model is in eval mode meanwhile, and nothing stays behind.
+        The batch is the first one of training. The model is in eval mode meanwhile, and is restored afterwards.
 
         Returns:
             A `Summary`; print it, or let it be the last line of a cell.
@@ -1443,7 +1449,7 @@ class Learner(RunState):
         Raises:
             ValueError: the training loader can be read only once.
         """
-        from learnerkit.inspection.summary import summary  # here, as most scripts never need it
+        from learnerkit.inspection.summary import summary  # imported here, as most scripts never need it
 
         arguments.check_whole(self, "learn.summary")
         return summary(self)
@@ -1452,18 +1458,18 @@ class Learner(RunState):
     def show_results(self, n: int = 9, ds_idx: int = 1) -> Any:
         """Predict some samples, and show them with their targets and predictions.
 
-        They are taken from all over the dataset, at equal distances. Under DDP every rank must reach this, and rank 0
-        shows them.
+        The samples are taken from all over the dataset, at equal distances. Under DDP every rank must reach this, and
+        rank 0 shows them.
 
         Args:
-            n: how many samples.
-            ds_idx: which of the loaders.
+            n: the number of samples.
+            ds_idx: the index of the loader.
 
         Returns:
-            What `DataLoaders.show_batch` returns.
+            The result of `DataLoaders.show_batch`.
 
         Raises:
-            ImportError: images, and matplotlib is not installed.
+            ImportError: the samples are images, and matplotlib is not installed.
         """
         from learnerkit.inspection.interpretation import show_results
 
@@ -1477,26 +1483,27 @@ class Learner(RunState):
 
     @public
     def save(self, file: File, with_opt: bool = True) -> Path | BinaryIO:
-        """Write the model's weights, and the optimizer's state, on rank 0. Never waits for other ranks.
+        """Write the model's weights, and the optimizer's state, on rank 0; the other ranks need not call it.
 
-        The file is whole or not there at all, and loads with `torch.load(..., weights_only=True)`; no key begins with
-        'module.', also where the model is wrapped. A name that ends in '.safetensors' gets a file in that format, which
-        other tools read, with the weights alone.
+        The file is complete or absent, and loads with `torch.load(..., weights_only=True)`; no key begins with
+        'module.', even if the model is wrapped. A name that ends in '.safetensors' gets a file of the weights in that
+        format, which other tools read.
 
         Args:
-            file: a name inside path/model_dir ('.pth' is added unless it ends in '.safetensors'); a path, taken as it
-                is: a `pathlib.Path`, or a str with a separator; or a file that is open for writing in binary mode.
-            with_opt: save {'model': ..., 'opt': ...} rather than the weights alone, and 'scaler' after a fit in fp16.
+            file: a name inside path/model_dir ('.pth' is added unless it ends in '.safetensors'); a path, used
+                unchanged: a `pathlib.Path`, or a str with a separator; or a file that is open for writing in binary
+                mode.
+            with_opt: save {'model': ..., 'opt': ...} rather than only the weights, and 'scaler' after a fit in fp16.
 
         Returns:
             The path, or the open file.
 
         Raises:
-            CheckpointError: the file cannot be written; the old one is as it was.
+            CheckpointError: the file cannot be written; the old one is unchanged.
         """
         target = files.place_of(self, file)
         if self.shards is not None:
-            distributed.meet("learn.save")  # rank 0 alone has some rows only
+            distributed.meet("learn.save")  # rank 0 has only some of the rows
         elif not distributed.is_main():
             return target
         with self.as_validated():
@@ -1516,30 +1523,30 @@ class Learner(RunState):
         return target
 
     def _gathered(self, state: Any) -> Any:
-        "The values of a state, on rank 0 without shards; then every rank must reach this."
+        """Return a state with shards gathered on rank 0; if there are shards, every rank must reach this."""
         return state if self.shards is None else map_batch(Gatherer(keep=distributed.is_main()), state, lambda x: x)
 
     @public
     def load(
         self, file: File, with_opt: bool = True, strict: bool = True, device: torch.device | str | int | None = None
     ) -> Learner:
-        """Read what `save` wrote, on every rank, once rank 0's last save is on disk.
+        """Read a file that `save` wrote, on every rank, once rank 0's last save is on disk.
 
-        Files of plain PyTorch are read too: {'state_dict': ..., 'optimizer': ...}, and weights whose names begin with
+        Files of plain PyTorch are read, too: {'state_dict': ..., 'optimizer': ...}, and weights whose names begin with
         'module.' or '_orig_mod.', also in safetensors; and the directory of a checkpoint, whose files are verified
         first. If a file does not fit, nothing is changed. A file of which nothing fits is refused also without
         `strict`.
 
         Args:
-            file: as in `save`, or the path of a checkpoint; an open file is read from where it stands.
+            file: as in `save`, or the path of a checkpoint; an open file is read from its present position.
             with_opt: also load the optimizer's state, and that of the gradient scaler; warns if the file has none.
             strict: whether the file must have exactly the model's keys.
-            device: where to read the file to; by default the host.
+            device: the device to read the file to; by default the host.
 
         Raises:
             FileNotFoundError: there is no such file.
-            TypeError, ValueError: no name or file.
-            CheckpointError: a damaged file, or one of another model.
+            TypeError, ValueError: `file` is not a name, a path or an open file.
+            CheckpointError: the file is damaged, or of another model.
         """
         distributed.follow_rank0("load")
         model, place = unwrap(self.model), files.place_of(self, file)
@@ -1553,7 +1560,7 @@ class Learner(RunState):
             model.load_state_dict(rows_for(saved.weights, model), strict=strict)
             if with_opt and saved.opt is not None:
                 self._load_opt(saved, saved.opt)
-        except Exception as e:  # a module's own way to load may raise anything, half-way
+        except Exception as e:  # a module's own loading may raise anything, half-way
             put_back()
             if isinstance(e, CheckpointError):
                 raise
@@ -1567,67 +1574,67 @@ class Learner(RunState):
 
     @public
     def export(self, fname: str | Path) -> Path:
-        """Write the trained model for those who predict with it, on rank 0 alone: `load_learner` reads it.
+        """Write the trained model for prediction, on rank 0 alone; `load_learner` reads it.
 
-        The end of the name says what is written:
+        The suffix of the name decides the format:
 
-        - '.safetensors', or none: the weights. To load them one needs the model's code. It always works.
+        - '.safetensors', or none: the weights. Loading them needs the model's code. This format always works.
         - '.pt2': a program of `torch.export`, which needs no code, for batches of any size: the simplest to load, also
           for pictures and texts.
-        - '.onnx': for onnxruntime and the like, by torch's exporter; needs the extra `learnerkit[onnx]`. Its inputs
-          have the names of `dls.inputs`, or of the arguments of the model's `forward`.
+        - '.onnx': a file for onnxruntime and the like, by torch's exporter; needs the extra `learnerkit[onnx]`. Its
+          inputs have the names of `dls.inputs`, or of the arguments of the model's `forward`.
 
-        With it go the names of the classes, how predictions are decoded, and how batches are split; the data, the
-        optimizer and the callbacks do not. No pickle is written. Programs and ONNX are traced from the first batch of
-        validation (else of training), which is not stored, and a file is written only if it then predicts as the model
-        does.
+        The file includes the names of the classes, the decoding of predictions, and the split of batches, but not the
+        data, the optimizer and the callbacks. No pickle is written. Programs and ONNX are traced from the first batch
+        of validation (else of training), which is not stored, and a file is written only if it then predicts the same
+        as the model.
 
         Args:
-            fname: a name inside path/model_dir, or a path (a `pathlib.Path`, or a str with a separator), taken as it
-                is.
+            fname: a name inside path/model_dir, or a path (a `pathlib.Path`, or a str with a separator), used
+                unchanged.
 
         Returns:
             The path.
 
         Raises:
-            CheckpointError: torch cannot export the model, or the file cannot be written; an old one is as it was.
+            CheckpointError: torch cannot export the model, or the file cannot be written; an old one is unchanged.
             ImportError: the packages for ONNX are missing.
-            TypeError, ValueError: a name that says no such format, or no batch to trace from.
+            TypeError, ValueError: the suffix is not one of these, or there is no batch to trace from.
         """
-        from learnerkit.export.writing import export  # here, as most fits never need it
+        from learnerkit.export.writing import export  # imported here, as most fits never need it
 
         return export(self, fname)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that the rest of a run depends on, as torch's `Stateful` objects do.
+        """Return the state on which the rest of a run depends, as torch's `Stateful` objects do.
 
-        It can be taken between fits, and inside one from the events between two optimizer steps: then the next `fit`
-        after `load_state_dict`, of this learner or of one made alike in another process, goes on from there. On several
-        ranks every rank must reach this.
+        It can be called between fits, and in a fit at the events between two optimizer steps: then the next `fit` after
+        `load_state_dict`, of this learner or of an equal one in another process, continues from there. On several ranks
+        every rank must reach this.
 
         Returns:
             A dict of plain values, tensors and arrays, which `torch.save` writes. As in torch, tensors are those of the
-            run and not copies: `copy.deepcopy` keeps them. Its keys, of which all but 'rank' are alike on all ranks:
+            run and not copies: `copy.deepcopy` keeps them. All entries except 'rank' are the same on all ranks:
 
-            - 'model': the state dict of the model, with the names that it has without wrappers;
+            - 'model': the state dict of the model, with its names without wrappers;
             - 'opt': the state dict of the optimizer, or of several by their names; `None` before there is one;
             - 'scaler': the state of fp16's gradient scaler, or an empty dict;
             - 'beside': parameters that are trained beside the model's, and buffers of the loss;
             - 'eval', 'frozen': the names of modules in eval mode, and of parameters that are not trained;
-            - 'callbacks': by class name, what each callback's `state_dict` returns, schedules and the recorder's
-              history among them;
+            - 'callbacks': the result of each callback's `state_dict`, by class name, with schedules and the recorder's
+              history;
             - 'order': the names of the callbacks, in order;
-            - 'counters': how far the last fit has come;
-            - 'place': where in a fit it was taken: 'train', 'trained', 'epoch', or `None` between fits;
-            - 'position': in a fit, the place in the training data;
-            - 'loaders': between fits, what each loader, its samplers and its dataset have as state;
-            - 'rank': this rank's own: random states ('random'), the state of its part of the data ('position'), and
-              what its callbacks have for themselves ('callbacks', and 'alone' of those that run on rank 0 alone). Of a
-              callback of yours without `state_dict` these are its attributes that can be saved, but for those that have
-              the name of an argument of its class.
+            - 'counters': the progress of the last fit;
+            - 'place': the place in a fit where it was taken: 'train', 'trained', 'epoch', or `None` between fits;
+            - 'position': in a fit, the position in the training data;
+            - 'loaders': between fits, the states of each loader, its samplers and its dataset;
+            - 'rank': this rank's own part: random states ('random'), the state of its part of the data ('position'),
+              and the own part of its callbacks' states ('callbacks', and 'alone' for those that run on rank 0 alone).
+              For a user's callback without `state_dict` this consists of its attributes that can be saved, except those
+              with the name of an argument of its class.
 
         Raises:
-            RuntimeError: called during a validation, in the middle of a batch, or of a step of several batches.
+            RuntimeError: called during a validation, in a batch, or in a step of several batches.
             CheckpointError: a callback's `state_dict` does not return a dict.
         """
         run_state.check_moment(self)
@@ -1635,18 +1642,19 @@ class Learner(RunState):
 
     @public
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Put back what `state_dict` returned.
+        """Restore a state that `state_dict` returned.
 
-        A state that was taken in a fit is put back between fits, and the next `fit` goes on from it: in the same epoch,
-        behind the batches that were read. Called inside a fit, it puts back everything but the place in the data, which
-        are read on. On several ranks each gives the state that it has taken itself; every rank must reach this.
+        A state that was taken in a fit is restored between fits, and the next `fit` continues from it: in the same
+        epoch, after the batches that were read. Called inside a fit, it restores everything except the position in the
+        data, which are read on. On several ranks each gives the state that it has taken itself; every rank must reach
+        this.
 
         Args:
-            state: as `state_dict` returns it.
+            state: the result of `state_dict`.
 
         Raises:
-            CheckpointError: parts are missing, or the weights are of another model; nothing is changed then.
-            ValueError: the state is of other optimizers; nothing is changed then.
+            CheckpointError: parts are missing, or the weights are of another model; in this case nothing is changed.
+            ValueError: the state is of other optimizers; in this case nothing is changed.
         """
         run_state.check_parts(state)
         if state["opt"] is not None:
@@ -1682,7 +1690,7 @@ class Learner(RunState):
     # Several devices and processes (learnerkit.parallel)
 
     def to_parallel(self, device_ids: list[int] | None = None, loss_on_replicas: bool = True) -> Learner:
-        """Train on several GPUs of this process with `nn.DataParallel`; the arguments are `DataParallelCallback`'s."""
+        """Train on several GPUs of this process with `nn.DataParallel`; arguments as for `DataParallelCallback`."""
         return self.add_cb(parallel.DataParallelCallback(device_ids, loss_on_replicas))
 
     def detach_parallel(self) -> Learner:
@@ -1692,7 +1700,7 @@ class Learner(RunState):
     def parallel_ctx(
         self, device_ids: list[int] | None = None, loss_on_replicas: bool = True
     ) -> AbstractContextManager[Learner]:
-        """A context with `to_parallel`."""
+        """Return a context with `to_parallel`."""
         return self.added_cbs(parallel.DataParallelCallback(device_ids, loss_on_replicas))
 
     def to_distributed(
@@ -1711,7 +1719,7 @@ class Learner(RunState):
         )  # fmt: skip
 
     def detach_distributed(self) -> Learner:
-        """Undo `to_distributed`; the process group lives on."""
+        """Undo `to_distributed`; the process group stays."""
         return self.remove_cb(parallel.DistributedCallback)
 
     def distrib_ctx(
@@ -1721,21 +1729,21 @@ class Learner(RunState):
         comm_hook: str | None = None, shard: Shard = False, reshard_after_forward: bool = True,
         offload: bool = False, sync: bool = True, **ddp_kwargs: Any,
     ) -> AbstractContextManager[Learner]:  # fmt: skip
-        """A context in which this learner trains, validates and predicts with DistributedDataParallel.
+        """Return a context in which this learner trains, validates and predicts with DistributedDataParallel.
 
         In a script that a launcher has started in several processes, they train together; in one process it does
         nothing. In a notebook or at a Python prompt it starts worker processes, which carry out `fit`, `validate`,
-        `get_preds` and the like one call after the other; after each, rank 0's `state_dict` is loaded here, and the
-        attributes of callbacks, metrics, modules and the learner have the values that they have there.
+        `get_preds` and the like one call after the other. After each call, rank 0's `state_dict` is loaded here, and
+        the attributes of callbacks, metrics, modules and the learner get their values from there.
 
         Args:
-            nproc: in a notebook or at a prompt, how many processes; by default one for each GPU.
-            sync_bn, split_batches, find_unused_parameters, timeout, wrap, sharded, uneven, comm_hook, ddp_kwargs: those
-                of `DistributedCallback`.
-            shard, reshard_after_forward, offload, sync: likewise.
+            nproc: in a notebook or at a prompt, the number of processes; by default one for each GPU.
+            sync_bn, split_batches, find_unused_parameters, timeout, wrap, sharded, uneven, comm_hook, ddp_kwargs: as in
+                `DistributedCallback`.
+            shard, reshard_after_forward, offload, sync: as in `DistributedCallback`.
 
         Raises:
-            ValueError: `nproc` in a script, whose processes are started by `python -m learnerkit.launch`.
+            ValueError: `nproc` is given in a script, whose processes are started by `python -m learnerkit.launch`.
         """
         return distrib_ctx(
             self, nproc, sync_bn=sync_bn, split_batches=split_batches, find_unused_parameters=find_unused_parameters,
@@ -1747,7 +1755,7 @@ class Learner(RunState):
         """Prove, on CPU processes, that this learner trains on `n` ranks as on one, and print a verdict.
 
         Args:
-            n: how many processes.
+            n: the number of processes.
             kwargs: those of `learnerkit.preflight.ranks.check_distributed`, and of `DistributedCallback`.
 
         Returns:
@@ -1768,28 +1776,28 @@ def load_learner(
     path: str | Path = ".",
     model_dir: str | Path = "models",
 ) -> Learner:
-    """A learner that predicts (`predict`, `get_preds(dl=learn.dls.test_dl(items))`) from a file of `Learner.export`.
+    """Return a learner from a file of `Learner.export`, for `predict` and `get_preds(dl=learn.dls.test_dl(items))`.
 
     Nothing in the file is unpickled, and no module is imported because the file names it. Weights (.safetensors) are
-    safe to load from anybody. A program (.pt2) with more in it than tensors and operations on them is refused, but
-    torch's reader is not made for hostile files: load programs of people whom you trust.
+    safe to load from any source. A program (.pt2) that has more than tensors and operations on them is refused, but
+    torch's reader is not made for hostile files: load programs only from people whom you trust.
 
     Args:
-        fname: a name inside path/model_dir, or a path; without an end '.safetensors' is meant.
+        fname: a name inside path/model_dir, or a path; the default suffix is '.safetensors'.
         model: for weights, the module, or the function or class that makes it; a program needs none. A function whose
             first argument is called `dls`, such as `tabular_learner` or `lambda dls: vision_learner(dls, "resnet18")`,
             gets the loaders, without batches but with classes, and may return a learner with the model.
-        dls: the loaders, if it shall train or validate.
-        data: the class that made its inputs, such as `TabularData`, `TextData` or `ImageData`: with what the file has
-            of it `predict` and `test_dl` take raw inputs again.
-        loss_func: the loss, likewise. Predictions are decoded as at the export without it.
-        device: where to; by default the accelerator, else the CPU.
+        dls: the loaders, if it is to train or validate.
+        data: the class that made its inputs, such as `TabularData`, `TextData` or `ImageData`: with its preprocessing
+            from the file, `predict` and `test_dl` take raw inputs again.
+        loss_func: the loss, if it is to train or validate. Without it, predictions are decoded as at the export.
+        device: the device of the model; by default the accelerator, else the CPU.
         path, model_dir: as for `Learner`.
 
     Raises:
         FileNotFoundError: there is no such file.
-        CheckpointError: a damaged file, one that could run code, or weights of another model.
-        TypeError, ValueError: no model for weights, or another kind of file.
+        CheckpointError: the file is damaged or could run code, or the weights are of another model.
+        TypeError, ValueError: there is no model for weights, or the file is of another kind.
     """
     from learnerkit.export.reading import load
 
@@ -1805,16 +1813,17 @@ def from_hub(
     token: str | None = None,
     **kwargs: Any,
 ) -> Learner:
-    """A learner that predicts, from an export on the Hugging Face Hub; see `load_learner`, which reads the file.
+    """Return a learner that predicts, from an export on the Hugging Face Hub; see `load_learner`, which reads the file.
 
-    The file is downloaded once and kept in the cache of huggingface_hub; nothing else of the repository is read.
+    The file is downloaded once and kept in the cache of huggingface_hub; the rest of the repository is not read.
 
     Args:
         repo_id: "user/name".
         model: as for `load_learner`.
-        fname: of the file in the repository. Weights are safe to load from anybody, programs (.pt2) are not.
-        revision: a branch, a tag or a commit; by default what is newest.
-        token: of a user of the Hub, for a private repository; by default that of `hf auth login`.
+        fname: the name of the file in the repository. Weights are safe to load from any source, programs (.pt2) are
+            not.
+        revision: a branch, a tag or a commit; by default the newest version.
+        token: the token of a user of the Hub, for a private repository; by default that of `hf auth login`.
         kwargs: those of `load_learner`.
 
     Raises:

@@ -1,8 +1,8 @@
-"""The count behind a loss (what it averages over), needed to combine the losses of batches and ranks exactly.
+"""The count behind a loss, that is, the number of items in its mean, for combining batches and ranks exactly.
 
 Means over samples are combined weighted by the number of samples; means over other items (tokens that are not padding,
-samples weighted by class) weighted by the number of those; sums are added. Of a loss of several parts each may have a
-count of its own.
+samples weighted by class) are weighted by the number of those; sums are added. Each part of a loss of several parts may
+have its own count.
 """
 
 import inspect
@@ -69,12 +69,12 @@ DECODINGS: dict[str, Callable[[Tensor], Tensor]] = {
     "argmax": partial(torch.argmax, dim=1), "itself": itself,
     "above 0": partial(torch.gt, other=0), "above 0.5": partial(torch.gt, other=0.5),
 }  # fmt: skip
-"""By name: what makes classes, numbers, or a yes or no for each class, of predictions."""
+"""The functions that decode predictions, by name: into classes, numbers, or a yes or no for each class."""
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": partial(torch.softmax, dim=1), "exp": torch.exp, "sigmoid": torch.sigmoid, "itself": itself,
 }  # fmt: skip
-"""By name: what makes probabilities of predictions."""
+"""The functions that turn predictions into probabilities, by name."""
 
 _KNOWN: tuple[tuple[tuple, str, str | None], ...] = (
     ((nn.CrossEntropyLoss, F.cross_entropy), "argmax", "softmax"),
@@ -82,7 +82,7 @@ _KNOWN: tuple[tuple[tuple, str, str | None], ...] = (
     (_OF_NUMBERS, "itself", None),
     (BINARY_LOGITS, "above 0", "sigmoid"),
     (BINARY_SHARES, "above 0.5", "itself"),
-)  # torch's losses, with the names of what decodes predictions for them and of what makes probabilities of them
+)  # torch's losses, with the names of their entries in `DECODINGS` and in `ACTIVATIONS`
 
 
 def _known(loss_func: Any) -> tuple[str | None, str | None]:
@@ -91,7 +91,7 @@ def _known(loss_func: Any) -> tuple[str | None, str | None]:
 
 
 def decoding(loss_func: Any) -> str | None:
-    """Return the name of how predictions for one of torch's losses are decoded, or `None` where that is not known."""
+    """Return the name in `DECODINGS` for predictions of one of torch's losses, or `None` for other losses."""
     return _known(loss_func)[0]
 
 
@@ -101,7 +101,7 @@ def own_decode(loss_func: Any) -> Any:
 
 
 def decode_of(loss_func: Any) -> Callable[[Any], Any] | None:
-    """Return what decodes predictions for a loss: its own `decode` or `decodes`, else as `decoding` says."""
+    """Return the function that decodes predictions for a loss: its own `decode` or `decodes`, else as in `decoding`."""
     own = own_decode(loss_func)
     if callable(own):
         return own
@@ -110,9 +110,9 @@ def decode_of(loss_func: Any) -> Callable[[Any], Any] | None:
 
 
 def rules(loss_func: Any) -> tuple[str | None, str | None]:
-    """Return the names of what decodes predictions for a loss, and of what makes probabilities of them.
+    """Return the names of the entries in `DECODINGS` and `ACTIVATIONS` for a loss.
 
-    `None` for what is not known, or is code of the loss's own; of one that decodes by such code neither is known.
+    A name is `None` if it is unknown or the loss has its own function; with its own decoding, both are `None`.
     """
     if own_decode(loss_func) is not None:
         return None, None
@@ -121,7 +121,7 @@ def rules(loss_func: Any) -> tuple[str | None, str | None]:
 
 
 def activation_of(loss_func: Any) -> Callable[[Any], Any] | None:
-    """Return what makes probabilities of predictions for a loss: its own `activation`, else as `rules` says."""
+    """Return the function that turns predictions into probabilities: the loss's `activation`, else as in `rules`."""
     own = loss_option(loss_func, "activation")
     if callable(own):
         return own
@@ -131,14 +131,14 @@ def activation_of(loss_func: Any) -> Callable[[Any], Any] | None:
 
 @dataclass(frozen=True)
 class OwnLoss:
-    """What the code and the modules of a model say of the loss that it makes itself: the same on every rank.
+    """The facts about the loss that a model computes itself, from its code and modules: the same on every rank.
 
     Attributes:
-        ignored: the target that it leaves out.
-        shifts: it leaves the first target of each row out, for which a language model has no prediction.
-        takes_count: `forward` takes `num_items_in_batch`, what the loss is to average over.
-        dims: it is known to be the mean over the integer targets of at most so many dimensions.
-        takes_numbers: it is known to be the mean over samples where targets are numbers.
+        ignored: the target value that the loss leaves out.
+        shifts: the loss leaves out the first target of each row, for which a language model has no prediction.
+        takes_count: `forward` takes `num_items_in_batch`, the number of items in the mean.
+        dims: the loss is known to be the mean over the integer targets if they have at most this many dimensions.
+        takes_numbers: the loss is known to be the mean over samples if targets are numbers.
     """
 
     ignored: int = -100
@@ -148,11 +148,11 @@ class OwnLoss:
     takes_numbers: bool = False
 
     def count(self, *yb: Any) -> Tensor | None:
-        """Return how many targets the loss averages over, or `None` if they are not one tensor of integers."""
+        """Return the number of targets in the loss's mean, or `None` if the targets are not one tensor of integers."""
         return (self.used(yb[0]) != self.ignored).sum() if len(yb) == 1 and _are_integers(yb[0]) else None
 
     def is_known(self, yb: tuple) -> bool:
-        """Tell whether the loss is known to average over what `count` returns, or over samples. A host-device sync."""
+        """Tell whether the loss is known to average over the number of `count`, or over samples. A host-device sync."""
         if len(yb) != 1 or not isinstance(yb[0], Tensor):
             return False
         if not _are_integers(yb[0]):
@@ -160,7 +160,7 @@ class OwnLoss:
         return (self.takes_count or yb[0].ndim <= self.dims) and not self.counts_negative(yb[0])
 
     def counts_negative(self, target: Tensor) -> bool:
-        """Tell whether negative targets are counted, which models mostly leave out. A host-device sync."""
+        """Tell whether negative targets are counted, which most models leave out. A host-device sync."""
         return bool(((target < 0) & (target != self.ignored)).any())
 
     def described(self, target: Tensor) -> str:
@@ -175,18 +175,19 @@ class OwnLoss:
 
 
 _OF_SAMPLES = tuple(f"For{what}Classification" for what in ("Sequence", "Image", "Video", "Audio"))
-_OF_LATER = (None, "ForCausalLM", "ForConditionalGeneration")  # the kinds of loss that shift; `None`: by default
+# The kinds of loss that shift; `None` is the default kind.
+_OF_LATER = (None, "ForCausalLM", "ForConditionalGeneration")
 _OVER_TOKENS = ("ForCausalLMLoss", "ForMaskedLMLoss", "ForTokenClassification", "ForSemanticSegmentationLoss")
 
 
 def own_loss_of(model: nn.Module) -> OwnLoss:
-    """Return what is known of the loss that a model makes itself; no value is read.
+    """Return the known facts about the loss that a model computes itself; no value is read.
 
-    The models of transformers say which loss they use, by `loss_type` and `loss_function`. Those that do not call it
-    have a cross-entropy of torch's in their `forward`.
+    The models of transformers name their loss by `loss_type` and `loss_function`. Those that do not call it have a
+    cross-entropy of torch's in their `forward`.
     """
     model = unwrap(model)
-    found: Any = getattr(type(model), "forward", None)  # a scripted model's class has none
+    found: Any = getattr(type(model), "forward", None)  # the class of a scripted model has none
     forward = inspect.unwrap(found)
     parameters, code = _parameters(forward), getattr(forward, "__code__", None)
     takes_count = _COUNT in parameters
@@ -233,7 +234,7 @@ def _called(function: Any) -> Any:
 
 
 def count_passed(learn: "Learner") -> dict[str, Tensor]:
-    """Return what `LossWeight.passed` does for the present batch, unless the model would cut it or the batch has it."""
+    """Return `LossWeight.passed` for the present batch; {} if the model is replicated or the batch has the count."""
     if learn.loss_func is not None or isinstance(learn.model, nn.DataParallel):
         return {}
     found = weighting_of(learn).passed(learn.yb)
@@ -241,39 +242,40 @@ def count_passed(learn: "Learner") -> dict[str, Tensor]:
 
 
 class LossWeight:
-    """Counts what the loss of a batch averages over, which is its weight among the losses of several batches.
+    """Counts the items in the mean of a batch's loss, the weight of the batch among several.
 
     Args:
-        loss_func: for torch's losses `reduction`, `weight` and `ignore_index` decide what is counted; `None` is for a
-            model that makes its own loss.
+        loss_func: for torch's losses, `reduction`, `weight` and `ignore_index` decide what is counted; `None` is for a
+            model that computes its own loss.
         loss_weight: `None`, 'sum', 'samples', the name of an entry of the model's output that has the number of items
-            averaged over, or a function that returns it. The function is called as f(*targets) if it takes so many
-            arguments by position, else as f(pred, *targets); of a model that makes its own loss, `pred` is the whole
+            in the mean, or a function that returns it. The function is called as f(*targets) if it takes that many
+            positional arguments, else as f(pred, *targets); for a model that computes its own loss, `pred` is the whole
             output. For a model that returns a dict of losses, a mapping with one of these for each.
-        model: which may make its own loss.
-        aligned: targets are in the places of their predictions.
-        by_rows: the rows of predictions are those of samples, rather than the steps of time-major batches.
+        model: the model, which may compute its own loss.
+        aligned: each target is at the position of its prediction.
+        by_rows: the rows of predictions are samples, rather than the steps of time-major batches.
 
     Attributes:
         sums: the loss is a sum.
-        own: what is known of the model's own loss; `None` where there is another, or `loss_weight` says what it counts.
-        told: what is not known of it has been told, or need not be.
-        absent: the model has made no loss of targets in evaluation.
+        own: the facts about the model's own loss; `None` for another loss, or if `loss_weight` gives the count.
+        told: the user was warned of an unknown count, or no warning is needed.
+        absent: the model has computed no loss in evaluation, although there were targets.
         asks: the learner's attributes that the loss function gets by keyword.
         alone: the loss function can be called with predictions alone.
-        entries: the entries of the model's output that are counts, and no losses.
-        parts: by name, the weights of the losses that have a count of their own.
-        counted: by name, what `take_parts` has found in the present batch: each loss, and what it is the mean of.
+        entries: the entries of the model's output that are counts, not losses.
+        parts: the weights of the losses that have their own count, by name.
+        counted: for the present batch, each loss and the count of its mean, by name, as set by `take_parts`.
 
     Raises:
-        ValueError: another `loss_weight`, or a loss made with reduction='none'.
+        ValueError: an invalid `loss_weight`, or a loss made with reduction='none'.
     """
 
     def __init__(
         self, loss_func: Any, loss_weight: "Weight | None" = None, model: nn.Module | None = None,
         aligned: bool = False, by_rows: bool = True,
     ) -> None:  # fmt: skip
-        is_named = isinstance(loss_weight, str | Mapping) and loss_weight not in ("", "mean", {})  # a count is no mean
+        # These are not counts.
+        is_named = isinstance(loss_weight, str | Mapping) and loss_weight not in ("", "mean", {})
         if loss_weight is not None and not callable(loss_weight) and not is_named:
             raise ValueError(
                 f"got loss_weight={loss_weight!r}; it takes None, 'sum', or a function of the targets that returns the "
@@ -293,7 +295,7 @@ class LossWeight:
         if isinstance(loss_weight, str) and loss_weight not in ("sum", "samples"):
             self.entries = {loss_weight}
         self.counted: dict[str, tuple[Tensor, float | Tensor]] = {}
-        self._factors: dict[str, float | Tensor] = {}  # of the gradients of the parts
+        self._factors: dict[str, float | Tensor] = {}  # the factors of the gradients of the parts
         if loss_weight is None and loss_option(loss_func, "reduction") == "none":
             raise ValueError(f"{loss_func} has reduction='none', so the loss is not a scalar; use 'mean' or 'sum'")
         self.sums: bool = loss_weight == "sum" or (loss_weight is None and loss_option(loss_func, "reduction") == "sum")
@@ -306,7 +308,7 @@ class LossWeight:
         if callable(loss_weight):
             self._takes = _arguments_by_position(loss_weight)
         if loss_weight is None and not self.sums and is_cross_entropy(loss_func):
-            ignored = loss_option(loss_func, "ignore_index", -100)  # torch's own default
+            ignored = loss_option(loss_func, "ignore_index", -100)  # the default of torch
             self._count = partial(_count_classes, loss_option(loss_func, "weight"), ignored)
         self.absent = False
         self.own: OwnLoss | None = None
@@ -317,18 +319,18 @@ class LossWeight:
         self.told = self.own is None
 
     def passed(self, yb: tuple) -> dict[str, Tensor]:
-        """Return the keyword by which a model that makes its own loss gets what that is to average over.
+        """Return the keyword argument that gives a model with its own loss the number of items in the mean.
 
-        It is 1 at least: the mean of nothing would be a NaN, whose gradient reaches the other batches of its step.
+        The number is at least 1: an empty mean is NaN, whose gradient would reach the other batches of the step.
         """
         count = self.own.count(*yb) if self.own is not None and self.own.takes_count else None
         return {} if count is None else {_COUNT: count.clamp(min=1)}
 
     def takes_output(self, yb: tuple) -> bool:
-        """Tell whether the function that was given takes what the model returns before the targets.
+        """Tell whether the function `loss_weight` takes the model's output before the targets.
 
         Raises:
-            ValueError: it takes neither the targets alone nor these.
+            ValueError: it takes neither the targets alone nor the output and the targets.
         """
         if not callable(self._given):
             return False
@@ -343,7 +345,7 @@ class LossWeight:
         return not least <= n <= most
 
     def count(self, yb: tuple, batch_size: int, pred: Any = None, output: Any = None) -> int | Tensor:
-        """Return the number of items behind a batch's loss: a 0-dim tensor if they are counted, on every rank.
+        """Return the number of items in the mean of a batch's loss: a 0-dim tensor if they are counted, on every rank.
 
         Args:
             yb: the targets.
@@ -352,7 +354,7 @@ class LossWeight:
             output: the whole output of the model.
 
         Raises:
-            ValueError: a function takes other arguments, or it or the output's entry is no number.
+            ValueError: the function takes other arguments, or its result or the output's entry is not a number.
         """
         given, made_of = self._given, output if self._is_own else pred
         if given == "samples" or self.parts:
@@ -366,16 +368,16 @@ class LossWeight:
         return self.rows(pred, yb, batch_size) if count is None else count
 
     def rows(self, pred: Any, yb: tuple, batch_size: int) -> int:
-        """Return how many rows of predictions are compared with targets, each with a value of its own."""
+        """Return the number of rows of predictions that are compared with targets, each with its own value."""
         return rows_compared(pred, yb, batch_size) if self.by_rows else batch_size
 
-    # A loss of several parts, each with a count of its own
+    # Losses of several parts, each with its own count
 
     def counts_of(self, yb: tuple, batch_size: int, output: Any) -> dict[str, tuple[Tensor, int | Tensor]]:
-        """Return each part of a model's loss, and what it averages over.
+        """Return each part of a model's loss, and the number of items in its mean.
 
         Raises:
-            ValueError: the model has returned other parts than those that have a weight.
+            ValueError: the model has returned parts that have no weight, or not all that have one.
         """
         parts = loss_parts(output, self.entries)
         for name in (*self.parts, *parts):
@@ -389,16 +391,16 @@ class LossWeight:
         return {name: (parts[name], part.count(yb, batch_size, None, output)) for name, part in self.parts.items()}
 
     def take_parts(self, learn: "Learner") -> None:
-        """Make the loss of the parts that count something; their gradients can be weighed in the backward pass."""
+        """Set the loss to the sum of the parts that count anything, with hooks that weigh their gradients."""
         self.counted, self._factors, total = {}, {}, zero_loss(learn.output)
         for name, (part, found) in self.counts_of(learn.yb, learn.batch_size, learn.output).items():
             count = host_count(found)
             if not counts_something(count):
-                continue  # it may be the mean of nothing, a NaN
+                continue  # it may be the NaN of an empty mean
             if isinstance(count, Tensor):
                 part = torch.where(count > 0, part, 0.0)
             if part.requires_grad and learn.n_ranks > 1:
-                part = part.view_as(part)  # what hears of this gradient alone
+                part = part.view_as(part)  # a view, so that the hook gets only this gradient
                 part.register_hook(partial(self._weigh, name))
             total = total + part
             self.counted[name] = (part.detach() / count, count) if self.parts[name].sums else (part.detach(), count)
@@ -408,16 +410,16 @@ class LossWeight:
         return (grad * self._factors.get(name, 1.0)).to(grad.dtype)
 
     def share(self, learn: "Learner") -> None:
-        """Weigh the parts of a rank's loss by what all ranks count of each; every rank must reach this.
+        """Weigh the parts of a rank's loss by the counts of all ranks; every rank must reach this.
 
-        The gradient of the step is the mean over samples of those of the ranks. So that of a part is multiplied by
-        this rank's share of what is counted of it over this rank's share of the samples.
+        The gradient of the step is the mean over samples of the ranks' gradients. So the gradient of a part is
+        multiplied by this rank's share of the part's count, divided by this rank's share of the samples.
         """
         counted = self.counted if learn.batch_size else {}
         own = torch.zeros(1 + len(self.parts), dtype=torch.float64, device=learn.dls.device)
         own[0] = learn.batch_size
         for i, name in enumerate(self.parts, 1):
-            own[i] = counted[name][1] if name in counted else 0  # filled in on the device, without a sync
+            own[i] = counted[name][1] if name in counted else 0  # written on the device, without a sync
         shares = (own / distributed.reduce(own, among="gradients")).nan_to_num()
         for i, (name, part) in enumerate(self.parts.items(), 1):
             if name in counted:
@@ -427,13 +429,13 @@ class LossWeight:
 
 
 Weight = str | Callable[..., Tensor] | Mapping[str, str | Callable[..., Tensor]]
-"""What a loss averages over, as `Learner` takes it."""
+"""The number of items in a loss's mean, as `Learner` takes it."""
 
 _BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def _entry(output: Any, name: str) -> Any:
-    """Return an entry of a model's output that has a count."""
+    """Return the entry of a model's output that has the count."""
     found = None if isinstance(output, Tensor) else get_field(output, name)
     if found is None:
         names = output if isinstance(output, Mapping) else getattr(output, "_fields", getattr(output, "__dict__", ()))
@@ -446,7 +448,7 @@ def _entry(output: Any, name: str) -> Any:
 
 
 def _arguments_by_position(function: Callable) -> tuple[int, float]:
-    """Return how many arguments a function needs by position, and how many it takes."""
+    """Return the number of positional arguments that a function needs, and the number that it takes."""
     try:
         parameters = inspect.signature(_called(function)).parameters.values()
     except (TypeError, ValueError):  # a function in C, such as torch.numel
@@ -457,7 +459,7 @@ def _arguments_by_position(function: Callable) -> tuple[int, float]:
 
 
 def _checked_count(count: Any) -> Tensor:
-    """Return what the function `loss_weight` has counted as a tensor, through which no gradient flows."""
+    """Return the result of the function `loss_weight` as a tensor without gradient."""
     found = torch.as_tensor(count).detach() if hasattr(count, "__float__") else None
     if found is None or found.ndim:
         raise ValueError(
@@ -468,7 +470,7 @@ def _checked_count(count: Any) -> Tensor:
 
 
 def rows_compared(pred: Any, yb: tuple, batch_size: int) -> int:
-    """Return how many rows of predictions are compared with targets: those of a sample may be several, or none."""
+    """Return the number of rows of predictions that are compared with targets: a sample may have several, or none."""
     if not (isinstance(pred, Tensor) and pred.ndim) or pred.shape[0] == batch_size or not batch_size or not yb:
         return batch_size
     return len(pred) if all(isinstance(y, Tensor) and y.ndim and len(y) == len(pred) for y in yb) else batch_size
@@ -479,23 +481,23 @@ def _are_integers(target: Any) -> bool:
 
 
 def class_axes(pred: Tensor, target: Tensor) -> list[int]:
-    """The dimensions of the scores that may be the classes: without one of them the shape is that of the targets."""
+    """Return the dimensions of the scores that may be the classes: the others have the shape of the targets."""
     if pred.ndim < 3:
         return [1]
     return [axis for axis in (1, -1) if pred.select(axis, 0).shape == target.shape]
 
 
 def _count_classes(weight: Tensor | None, ignore_index: int, target: Any, *rest: Any) -> Tensor | None:
-    """Return what the mean of torch's cross-entropy divides by, or `None` if that is the number of samples.
+    """Return the divisor of torch's cross-entropy mean, or `None` if that is the number of samples.
 
-    It is the sum of the class weights of the targets that are not ignored. With class probabilities as targets it is
-    the number of samples.
+    The divisor is the sum of the class weights of the targets that are not ignored. With class probabilities as targets
+    it is the number of samples.
     """
     if not isinstance(target, Tensor) or target.is_floating_point():
         return None
     if weight is None:
         if target.ndim == 1 and ignore_index < 0 and target.is_cpu and target.numel() and target.min().item() >= 0:
-            return None  # the usual case; to check for it takes a few microseconds
+            return None  # the usual case; this check takes a few microseconds
         return (target != ignore_index).sum()
     counted = target != ignore_index
     return (weight.to(target.device)[target.clamp(min=0, max=len(weight) - 1)] * counted).sum()
@@ -520,7 +522,7 @@ def sum_to_one(pred: Tensor) -> bool:
 
 
 def made_by(pred: Any) -> str:
-    """Return the operation that has made a prediction, as autograd names it ('Softmax'), or '' if nobody knows."""
+    """Return the operation that made a prediction, as autograd names it ('Softmax'), or '' if it is unknown."""
     node = pred.grad_fn if isinstance(pred, Tensor) else None
     while node is not None and (name := node.name().partition("Backward")[0]) in _ONLY_SHAPE:
         node = node.next_functions[0][0]
@@ -528,9 +530,9 @@ def made_by(pred: Any) -> str:
 
 
 def repeated(loss_func: Any, pred: Any) -> tuple[str, str]:
-    """Return what the model does and the loss does again, and what to do, or two empty texts.
+    """Return an operation that both the model and the loss do, and advice; two empty texts if there is none.
 
-    It needs the graph of the forward pass. A host-device sync, but only if there is a softmax.
+    It needs the graph of the forward pass. It is a host-device sync only if the model ends with a softmax.
     """
     made = made_by(pred)
     name = loss_name(loss_func)
@@ -544,9 +546,9 @@ def repeated(loss_func: Any, pred: Any) -> tuple[str, str]:
 
 
 def out_of_range(loss_func: Any, pred: Tensor, target: Tensor) -> tuple[str, str]:
-    """Return which classes a cross-entropy takes, if others are among the targets, and what to do. A host-device sync.
+    """Describe the classes that a cross-entropy takes, with advice, if targets are out of range. A host-device sync.
 
-    Without others these are two empty texts.
+    If all targets are in range, both texts are empty.
     """
     dim = min(1, pred.ndim - 1)
     classes, counted = pred.shape[dim], target[target != loss_option(loss_func, "ignore_index", -100)]
@@ -561,7 +563,7 @@ def out_of_range(loss_func: Any, pred: Tensor, target: Tensor) -> tuple[str, str
 
 
 def is_constant(xb: Any) -> bool:
-    """Tell whether all inputs of several samples are one and the same number. A host-device sync."""
+    """Tell whether the inputs of several samples are all one and the same number. A host-device sync."""
     tensors = list(tensors_in(xb))
     if not tensors or not all(map(_is_plain, tensors)):
         return False
@@ -577,9 +579,9 @@ def _has_nan(part: Any) -> bool:
 
 
 def look_at_first_batch(learn: "Learner") -> None:
-    """Warn of what is most likely a mistake, before the loss of a fit's first batch. A host-device sync, once in a fit.
+    """Warn of likely mistakes, before the loss of a fit's first batch. A host-device sync, once in a fit.
 
-    Raises:
+    ValueError: targets of classes that the loss does not have, which would make a CUDA device unusable.
         ValueError: classes that the loss does not have, which would make a CUDA device unusable for this process.
     """
     loss_func, pred = learn.loss_func, learn.pred
@@ -611,9 +613,9 @@ ELEMENTWISE = (
 
 
 def fire_after_loss(learn: "Learner") -> None:
-    """Call who listens to `after_loss`, and look at what they have changed in a fit's first batch.
+    """Fire `after_loss`, and in a fit's first batch check the callbacks' changes of the loss.
 
-    A changed loss that is recorded is a mistake if the one that is differentiated is what it was: a warning says so.
+    A warning says so if a callback has changed the recorded loss but not the differentiated one.
     """
     loss, graph = learn.loss, getattr(learn.loss_grad, "grad_fn", None)
     learn._dispatch.fire("after_loss")
@@ -629,13 +631,13 @@ def fire_after_loss(learn: "Learner") -> None:
 
 
 def take_loss(learn: "Learner") -> None:
-    """Set `loss` and `loss_grad` of a batch, and the loss's count.
+    """Set `loss` and `loss_grad` of a batch, and the count of the loss.
 
     Raises:
-        ValueError: a loss that is not a scalar, or that would silently broadcast predictions and targets.
+        ValueError: the loss is not a scalar, or would silently broadcast predictions and targets.
     """
     if learn.batch_size == 0 and not rows_of(learn.xb):
-        # A rank without data: gradients of zero, since the mean of nothing would be NaN.
+        # A rank without data has gradients of zero, since an empty mean would be NaN.
         learn.loss_grad = zero_loss(output_of(learn))
         learn.loss = learn.loss_grad.detach()
     else:
@@ -653,7 +655,7 @@ def take_loss(learn: "Learner") -> None:
     if weighting.parts and learn.batch_size:
         weighting.take_parts(learn)
     if (table["after_loss"] or table["before_backward"]) and isinstance(learn.loss, Tensor):
-        learn.loss = learn.loss.clone()  # a callback's `self.learn.loss_grad += penalty` must not reach it
+        learn.loss = learn.loss.clone()  # a callback's `self.learn.loss_grad += penalty` must not change it
     if not weighting.told and learn.training and learn.task == "fit":
         weighting.told = True
         if why := doubtful_count(learn):
@@ -673,7 +675,7 @@ _OF_PASS = ("batch_size", "xb", "yb", "pred", "output", "loss", "loss_grad", "lo
 
 @contextmanager
 def pass_kept(learn: "Learner") -> Iterator[None]:
-    """Give the learner back, at the end, what the loop's own pass over the present batch has left on it."""
+    """Restore, at the end of the context, the attributes that the loop's own pass over the present batch has set."""
     before = {name: getattr(learn, name) for name in _OF_PASS}
     try:
         yield
@@ -682,15 +684,15 @@ def pass_kept(learn: "Learner") -> Iterator[None]:
 
 
 def evaluate_again(learn: "Learner") -> Tensor:
-    """Compute the loss of the present batch and its gradients again, and return the loss; the batch stays as it was.
+    """Compute the loss of the present batch and its gradients again, and return the loss; the batch is not changed.
 
-    Callbacks may change the loss as they do in the loop. On several ranks the gradients are averaged at the end of the
-    backward pass; every rank must reach this.
+    Callbacks may change the loss as in the loop. On several ranks the gradients are averaged at the end of the backward
+    pass; every rank must reach this.
     """
     dispatch, precision = learn._dispatch, getattr(learn, "mixed_precision", None)
     learn._zero_grad()
     if precision is not None:
-        precision.before_batch()  # autocast, which it leaves in `after_loss`
+        precision.before_batch()  # this enters autocast, which `after_loss` leaves
     try:
         with pass_kept(learn), torch.enable_grad():
             learn._forward()
@@ -705,22 +707,22 @@ def evaluate_again(learn: "Learner") -> Tensor:
 
 
 def output_of(learn: "Learner") -> Any:
-    """Return all that the model returned, or the predictions where a subclass sets no `output`."""
+    """Return the whole output of the model, or the predictions if a subclass sets no `output`."""
     return learn.pred if learn.output is None else learn.output
 
 
 def weighting_of(learn: "Learner") -> LossWeight:
-    """Return what counts the items behind the learner's losses."""
+    """Return the `LossWeight` of the learner's losses."""
     return learn._loss_weighting
 
 
 def batch_count(learn: "Learner") -> int | Tensor:
-    """Return what the loss of the present batch averages over."""
+    """Return the number of items in the mean of the present batch's loss."""
     return weighting_of(learn).count(learn.yb, learn.batch_size, learn.pred, output_of(learn))
 
 
 def counts_predictions(learn: "Learner") -> bool:
-    """Tell whether what the loss averages over is counted by what the model returns."""
+    """Tell whether the count of the loss needs the model's output."""
     weighting = weighting_of(learn)
     return weighting.takes_output(learn.yb) or bool(weighting.entries)
 
@@ -741,29 +743,29 @@ def loss_sums(learn: "Learner") -> bool:
 
 
 def loss_arguments(learn: "Learner") -> dict[str, Any]:
-    """Return the attributes of the learner, or itself, that its loss function gets by keyword."""
+    """Return the keyword arguments of the learner's loss function: attributes of the learner, or the learner itself."""
     return {name: learn if name == "learn" else getattr(learn, name) for name in weighting_of(learn).asks}
 
 
 def found_loss(learn: "Learner") -> Any:
-    """Return the loss that the model has made, or that of a loss function which asks for something of the learner."""
+    """Return the model's own loss, or the result of a loss function that takes attributes of the learner."""
     if learn.loss_func is None:
         return own_loss(learn.output, weighting_of(learn).entries)
     return learn.loss_func(learn.pred, *learn.yb, **loss_arguments(learn))
 
 
 def makes_loss(learn: "Learner") -> bool:
-    """Tell whether the model makes the loss, rather than a loss function or the learner."""
+    """Tell whether the model computes the loss, rather than a loss function or the learner."""
     return learn.loss_func is None and not overrides(learn, "_loss")
 
 
 def own_loss(output: Any, but: Collection[str] = ()) -> Any:
-    """Return the loss that a model has made itself.
+    """Return the loss that a model has computed itself.
 
-    It is the sum of its `loss_parts`, or `loss` of its output; of a tuple or a list the one scalar, or the output.
+    It is the sum of `loss_parts`, or the `loss` of the output; of a tuple or list the one scalar, or a 0-dim output.
 
     Args:
-        output: the model's.
+        output: the model's output.
         but: the entries of the output that are counts.
     """
     parts = loss_parts(output, but)
@@ -773,9 +775,9 @@ def own_loss(output: Any, but: Collection[str] = ()) -> Any:
 
 
 def loss_parts(output: Any, but: Collection[str] = ()) -> dict[str, Tensor]:
-    """Return the losses of a model that makes several, as detectors do: an output that is a mapping of scalars.
+    """Return the losses of a model that computes several, as detectors do: its output is a mapping of scalars.
 
-    Integers among them are numbers of something, and no losses.
+    Integers among them are counts, not losses.
     """
     if not isinstance(output, Mapping) or "loss" in output:
         return {}
@@ -786,7 +788,7 @@ def loss_parts(output: Any, but: Collection[str] = ()) -> dict[str, Tensor]:
 
 
 def counted_parts(learn: "Learner") -> dict[str, tuple[Tensor, float | Tensor]]:
-    """Return the parts of the loss that the model has made of the present batch, each with what it is the mean of."""
+    """Return the parts of the model's loss for the present batch, each with the number of items in its mean."""
     weighting = weighting_of(learn)
     if learn.loss is None or not learn.batch_size:
         return {}
@@ -796,15 +798,15 @@ def counted_parts(learn: "Learner") -> dict[str, tuple[Tensor, float | Tensor]]:
 
 
 def pred_of(output: Any, is_own: bool) -> Any:
-    """Return the predictions in a model's output: its `logits`, or all of it.
+    """Return the predictions in a model's output: its `logits`, or the whole output.
 
     Args:
-        output: the model's.
-        is_own: the model makes its own loss. Then they are the first entry of a tuple or list beside the loss, or
-            beside a `None` in its place, and there are none in an output that is the loss alone.
+        output: the model's output.
+        is_own: the model computes its own loss. The predictions are then the first other entry of a tuple or list with
+            the loss, or with `None` in its place; an output that is only the loss has none.
 
     Raises:
-        ValueError: several scalars, any of which may be the loss.
+        ValueError: there are several scalars, any of which may be the loss.
     """
     if is_own and _has_places(output):
         return _by_place(output)[0]
@@ -821,7 +823,7 @@ def is_scalar(entry: Any) -> bool:
 
 
 def _by_place(output: Any) -> tuple[Any, Any]:
-    """Return the predictions and the loss, if there are any, of an output whose entries have no names."""
+    """Return the predictions and the loss, or `None`, of an output whose entries have no names."""
     if isinstance(output, Tensor):
         return (None, output) if is_scalar(output) else (output, None)
     places = [i for i, entry in enumerate(output) if is_scalar(entry)]
@@ -838,10 +840,10 @@ def _by_place(output: Any) -> tuple[Any, Any]:
 
 
 def check_predictions(learn: "Learner") -> None:
-    """Refuse to do without predictions where the model has returned something else.
+    """Refuse to go on without predictions where the model has returned something else.
 
     Raises:
-        ValueError: it has returned a loss alone.
+        ValueError: the model has returned only a loss.
     """
     if learn.pred is None and learn.output is not None:
         raise ValueError(
@@ -873,9 +875,9 @@ SAY_COUNT = (
 
 
 def doubtful_count(learn: "Learner") -> str:
-    """Describe what is not known of the count of the present loss, and what to do; empty if there is no doubt.
+    """Describe the doubt about the count of the present loss, with advice; return '' if there is no doubt.
 
-    A host-device sync.
+    This is a host-device sync.
     """
     own, yb = weighting_of(learn).own, learn.yb
     if own is None or own.is_known(yb):
@@ -896,7 +898,7 @@ def doubtful_count(learn: "Learner") -> str:
 
 
 def is_of_torch(loss_func: Any) -> bool:
-    """Tell whether a loss is one of torch's, or the model's own, of which `doubtful_count` says what is not known."""
+    """Tell whether a loss is one of torch's, or the model's own, whose doubts `doubtful_count` describes."""
     inner = unwrap_partial(loss_func)
     module = getattr(inner if hasattr(inner, "__qualname__") else type(inner), "__module__", "")
     return loss_func is None or module.startswith("torch.nn.")
@@ -911,10 +913,10 @@ def no_scalar(loss: Any) -> ValueError:
 
 
 def accept_no_loss(learn: "Learner") -> None:
-    """Accept a batch of evaluation without a loss if the model makes its own: detectors make theirs in training alone.
+    """Accept an evaluation batch without a loss if the model computes its own: detectors do so only in training.
 
     Raises:
-        ValueError: there is a loss function, or there are no targets, without which no model makes a loss.
+        ValueError: there is a loss function, or there are no targets, without which no model computes a loss.
     """
     if learn.loss_func is not None or not learn.yb:
         raise no_loss(learn)

@@ -1,13 +1,14 @@
 """Parameter groups, their hyper-parameters and their optimizers.
 
-Lists of learning rates count the splitter's groups. When a weight decay is given, each of them is split in the
-optimizer into parts of one decay, such as weights, and norms and biases. Each part has the index of its splitter's
-group as `splitter_group`. If `create_opt` or `opt_func` makes groups of its own, lists count these.
+Lists of learning rates have an entry for each of the splitter's groups. When a weight decay is given, each of them is
+split in the optimizer into parts of one decay, such as weights, and norms and biases. Each part has the index of its
+splitter's group as `splitter_group`. If `create_opt` or `opt_func` makes other groups, lists have an entry for each of
+these.
 
-Each group keeps the rate that it was made with as its base rate, times its `lr_scale` if it has one. It is the group's
-rate where nobody names one. One rate that is named is that of the groups for which the splitter gives none; without
-such groups, of the one with the highest base rate. All others keep their ratio to it, but a rate of the Learner is not
-for groups to which the splitter gives theirs.
+The base rate of a group is the rate that it was made with, times its `lr_scale` if it has one. The group has this rate
+if none is named. A single named rate is that of the groups for which the splitter gives none; without such groups, of
+the one with the highest base rate. All others keep their ratio to it, but a rate of the Learner does not apply to
+groups with a rate from the splitter.
 """
 
 from collections import defaultdict
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 GROUP = "splitter_group"
 COUNT = "splitter_groups"
-"""Group key: how many groups the splitter returned (empty ones are not in the optimizer)."""
+"""Group key: the number of groups that the splitter returned (empty ones are not in the optimizer)."""
 WHOLE = "whole_group"
 """Group key: the index of the group when the optimizer was made, which all parts of it share."""
 PLACES = "splitter_places"
@@ -49,11 +50,12 @@ _NORMS = (StatisticsNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalRespon
 
 
 def split(model: nn.Module, splitter: Callable[[nn.Module], Iterable] | None) -> list[dict[str, Any]]:
-    """Return the splitter's groups, each as a dict of its `params` and options; without a splitter there is one.
+    """Return the splitter's groups, each as a dict of its `params` and options; one group without a splitter.
 
     Raises:
-        TypeError: something in a group that is no parameter.
-        ValueError: a dict without `params`, a rate or decay that is no number from 0 on, or a parameter in two places.
+        TypeError: a group contains an object that is not a parameter.
+        ValueError: a dict without `params`, a rate or decay that is not a number of 0 or more, or a parameter in two
+            places.
     """
     found: Any = splitter(model) if splitter else [model.parameters()]
     is_one = isinstance(found, Mapping) or not isinstance(found, Iterable)
@@ -101,7 +103,7 @@ def parameters_of(opts: Iterable[Optimizer]) -> Iterator[Any]:
 
 
 def parameters_beside(model: nn.Module, loss_func: Any, opts: Iterable[Optimizer]) -> list[nn.Parameter]:
-    """Return the trainable parameters that are not the model's: those of the loss, and what else an optimizer has."""
+    """Return the trainable parameters that are not the model's: those of the loss, and others of the optimizers."""
     loss, known = unbound(loss_func)[0], {id(p) for p in model.parameters()}
     held = chain(loss.parameters() if isinstance(loss, nn.Module) else (), parameters_of(opts))
     return list({id(p): p for p in held if p.requires_grad and id(p) not in known}.values())
@@ -159,14 +161,14 @@ def make_groups(model: nn.Module, splitter: Callable[[nn.Module], Iterable] | No
 
 
 def make_optimizer(opt_func: Callable[..., Any], groups: list[dict], lr: float, model: nn.Module) -> Any:
-    """Make an optimizer of `groups`; for torch's own classes with the fused implementation, if there is one.
+    """Make an optimizer of `groups`, for torch's own classes with the fused implementation, if there is one.
 
     That does the whole step in one kernel (or one for each type of parameter), with the same result up to rounding. It
     is not used if `opt_func` chooses an implementation itself (`partial(AdamW, foreach=True)`), nor for models with
     sparse gradients, which only the plain implementations support.
 
     Raises:
-        ValueError: an option of a group that the optimizer, one of torch's, does not have. torch keeps it unread.
+        ValueError: a group has an option that the optimizer, one of torch's, does not have: torch would ignore it.
     """
     made = _made(opt_func, groups, lr, model)
     if isinstance(made, Optimizer) and _torchs_kind(made):
@@ -192,13 +194,13 @@ def _made(opt_func: Callable[..., Any], groups: list[dict], lr: float, model: nn
             if isinstance(made, SGD):
                 _start_momenta_late(made)
             return made
-        except RuntimeError:  # no fused kernel for this device, or for these types
+        except RuntimeError:  # there is no fused kernel for this device, or for these types
             pass
     return opt_func(groups, lr=lr)
 
 
 def _start_momenta_late(opt: SGD) -> None:
-    """Let parameters get their first gradient later than others do, which torch's fused SGD with momentum cannot."""
+    """Let parameters get their first gradient later than others, which torch's fused SGD with momentum cannot do."""
 
     waiting = True
 
@@ -209,7 +211,7 @@ def _start_momenta_late(opt: SGD) -> None:
         waiting = False
         for group in opt.param_groups:
             if not group["momentum"]:
-                waiting = True  # it may get one later
+                waiting = True  # it may get a momentum later
                 continue
             old = [p for p in group["params"] if opt.state[p].get("momentum_buffer") is not None]
             waiting |= len(old) < len(group["params"])
@@ -224,7 +226,7 @@ def _start_momenta_late(opt: SGD) -> None:
 
 
 DEFAULT_RATE = 1e-3
-"""The rate that optimizers are made with where nobody names one."""
+"""The rate with which optimizers are made if none is named."""
 
 
 def bound_rate(opt_func: Callable[..., Any]) -> float | None:
@@ -233,31 +235,31 @@ def bound_rate(opt_func: Callable[..., Any]) -> float | None:
 
 
 class Later:
-    """A learning rate, or a schedule of one, that is known when a fit begins, as `scaled_lr` returns it.
+    """A learning rate, or a schedule of one, that becomes known when a fit begins, as `scaled_lr` returns it.
 
     Attributes:
-        lr: what it is made of; it stands in for the rate where no fit begins.
-        is_schedule: whether it will be one.
+        lr: the rate or schedule that it is computed from; it replaces the rate outside of fits.
+        is_schedule: whether it will be a schedule.
     """
 
     lr: Any
     is_schedule: bool
 
     def into(self, function: Callable[[Any], Any]) -> "Later":
-        """Return what makes `function(rate)` of the rate."""
+        """Return a `Later` of `function(rate)`."""
         raise NotImplementedError
 
     def settled(self, learn: "Learner", rates: list[Any], cbs: Any) -> list[Any]:
-        """Return what this and others of its kind become among `rates`; see the function `settled`."""
+        """Return `rates` with this fit's values for this and similar objects; see the function `settled`."""
         raise NotImplementedError
 
 
 def settled(learn: "Learner", rates: list[Any], cbs: Any = None) -> list[Any]:
-    """Return rates, or schedules, of each optimizer, with those that are known when a fit begins as they are for it.
+    """Return the rates, or schedules, of the optimizers, with each `Later` replaced by its value for this fit.
 
     Args:
         learn: the learner.
-        rates: for each of its optimizers.
+        rates: the rates of each of its optimizers.
         cbs: callbacks that the fit will have beside the learner's own.
     """
     later = next((each for each in leaves(rates) if isinstance(each, Later)), None)
@@ -303,7 +305,7 @@ _ZERO_GRAD = Optimizer.zero_grad
 
 @contextmanager
 def no_gradients_left(learn: "Learner") -> Iterator[None]:
-    """Clear the gradients of a training that ends early: the next one must not begin with them."""
+    """Clear the gradients if a training ends with an exception: the next one must not begin with them."""
     try:
         yield
     except BaseException:
@@ -313,7 +315,7 @@ def no_gradients_left(learn: "Learner") -> Iterator[None]:
 
 
 def clear_gradients(opt: Optimizer | Optimizers) -> None:
-    """Do what `opt.zero_grad()` does, in a tenth of the time if that is torch's own method.
+    """Clear gradients as `opt.zero_grad()` does, in a tenth of the time if that is torch's own method.
 
     torch's method opens and closes a range for the profiler, which takes 5 to 10 microseconds: as much as everything
     else that a Learner adds to torch's work in a step.
@@ -327,10 +329,10 @@ def clear_gradients(opt: Optimizer | Optimizers) -> None:
 
 
 def as_one(made: Any) -> Optimizer | Optimizers:
-    """Return the optimizer that `create_opt` made; a dict of several as `Optimizers`.
+    """Return the optimizer that `create_opt` made; several in a dict as `Optimizers`.
 
     Raises:
-        TypeError: something else.
+        TypeError: it made neither.
     """
     opts = list(made.values()) if isinstance(made, dict) else [made]
     if not opts or not all(isinstance(opt, Optimizer) for opt in opts):
@@ -343,10 +345,10 @@ def as_one(made: Any) -> Optimizer | Optimizers:
 
 
 def for_each(made: Optimizer | Optimizers, value: Any) -> list[Any]:
-    """Return a value for each optimizer: for several, from a mapping by name; anything else is for all of them.
+    """Return a value for each optimizer: a mapping gives values by name; another value is for all of them.
 
     Raises:
-        ValueError: a name that no optimizer has.
+        ValueError: the mapping has a name that no optimizer has.
     """
     if not isinstance(made, dict):
         return [value]
@@ -360,30 +362,30 @@ def for_each(made: Optimizer | Optimizers, value: Any) -> list[Any]:
 
 
 def named(made: Optimizer | Optimizers, values: Sequence) -> Any:
-    """Undo `for_each`: return one value for each optimizer, by name if there are several."""
+    """Return one value for each optimizer, by name if there are several: the inverse of `for_each`."""
     return dict(zip(made, values, strict=True)) if isinstance(made, dict) else values[0]
 
 
 def n_groups(opt: Optimizer) -> int:
-    """The number of the splitter's groups in `opt`."""
+    """Return the number of the splitter's groups in `opt`."""
     return max(max(1 + _group_of(i, g), g.get(COUNT, 0)) for i, g in enumerate(opt.param_groups))
 
 
 def _group_of(i: int, group: dict) -> int:
-    # If `opt_func` makes groups of its own, they do not have the key; each then counts as a group of the splitter.
+    # Groups that `opt_func` makes do not have the key; each then counts as a group of the splitter.
     return group.get(GROUP, i)
 
 
 def whose_groups(opt: Optimizer) -> str:
-    """Say in a message which groups a list for `opt` counts."""
+    """Return a text for messages that tells which groups a list for `opt` counts."""
     is_split = any(COUNT in group for group in opt.param_groups)
     return "the splitter's groups" if is_split else "those that the optimizer was made with"
 
 
 def keep_base_rates(opt: Optimizer) -> None:
-    """Note the groups of a new optimizer, and the rates that they were made with.
+    """Record the groups of a new optimizer, and the rates with which they were made.
 
-    If groups of the splitter have been parted into some with different rates, lists count the parts from now on.
+    If groups of the splitter were split into parts with different rates, lists count the parts from now on.
     """
     found: dict[int, set[float]] = {}
     for i, group in enumerate(opt.param_groups):
@@ -402,20 +404,20 @@ def _unscaled(group: dict) -> float:
 
 
 def _base_rate(group: dict) -> float:
-    # `lr_scale` is timm's, whose schedulers multiply rates by it.
+    # timm's `lr_scale` is a factor by which its schedulers multiply rates.
     return _unscaled(group) * group.get("lr_scale", 1.0)
 
 
 def base_rates(opt: Optimizer) -> list[float]:
-    """Return the rate that each group was made with; the highest of them for groups that are not in the optimizer."""
+    """Return the rate with which each group was made; the highest of them for groups that are not in the optimizer."""
     found = {_group_of(i, group): _base_rate(group) for i, group in enumerate(opt.param_groups)}
     return [found.get(i, max(found.values())) for i in range(n_groups(opt))]
 
 
 def shares(opt: Optimizer) -> list[float]:
-    """Return the ratio of each group's base rate to the one that a single rate takes the place of.
+    """Return the ratio of each group's base rate to the base rate that a single named rate replaces.
 
-    That is the rate of the groups for which the splitter gives none; without such groups, the highest one.
+    This is the rate of the groups for which the splitter gives none; without such groups, the highest rate.
     """
     free = [_unscaled(group) for group in opt.param_groups if "lr" not in group.get(OPTIONS, ())]
     single = max(free or map(_unscaled, opt.param_groups))
@@ -423,11 +425,11 @@ def shares(opt: Optimizer) -> list[float]:
 
 
 def set_rates(opt: Optimizer, values: Sequence[float]) -> None:
-    """Set the rate of each group, for a fit to begin with."""
+    """Set the rate of each group at the beginning of a fit."""
     set_hyper(opt, "lr", values)
     for group in opt.param_groups:
         if group.get("lr_scale"):
-            group["initial_lr"] = float(group["lr"]) / group["lr_scale"]  # timm's schedulers begin from it
+            group["initial_lr"] = float(group["lr"]) / group["lr_scale"]  # timm's schedulers start from it
 
 
 def rates_text(values: Sequence[float]) -> str:
@@ -469,29 +471,29 @@ def set_hyper(opt: Optimizer, name: str, values: float | Sequence[float], exempt
 
 
 def keeping(opt: Optimizer, name: str, bare: Set[int], one: bool) -> set[tuple]:
-    """Return the groups that keep a hyper-parameter while a schedule changes that of others, by their places.
+    """Return the places of the groups that keep a hyper-parameter while a schedule changes that of the others.
 
     Args:
-        name: as in `set_hyper`. Rates are never kept: a schedule has a share of its value for each group.
+        name: as in `set_hyper`. Rates are never kept: a schedule sets a share of its value for each group.
         bare: the ids of parameters without decay, as `without_decay` returns them.
-        one: it is one schedule for all groups. Then groups keep what the splitter gave for them.
+        one: there is one schedule for all groups. Groups then keep the values that the splitter gave for them.
     """
     groups = list(enumerate([] if name == "lr" else opt.param_groups))
     found = [place for place in groups if one and _key(opt, place[1], name) in place[1].get(OPTIONS, ())]
     if name == "weight_decay":
         parts = [(i, group) for i, group in groups if PLACES in group and not group[name]]
-        some = any(group[name] for _, group in groups)  # else 0 is the decay of weights as well
+        some = any(group[name] for _, group in groups)  # otherwise 0 is the decay of weights as well
         found += [(i, group) for i, group in parts if some or id(group["params"][0]) in bare]
     return {_place_of(i, group) for i, group in found}
 
 
 def _place_of(i: int, group: dict) -> tuple[int, int]:
-    "Return the whole group of which a group is a part, and the place of its first parameter in that."
+    """Return the index of the whole group of which a group is a part, and the place of its first parameter in that."""
     return _whole_of(i, group), group.get(PLACES, [0])[0]
 
 
 def _key(opt: Optimizer, group: dict, name: str) -> str:
-    "Return the entry of a group that has a hyper-parameter."
+    """Return the name of the entry of a group that has a hyper-parameter."""
     if name in group:
         return name
     if name == "momentum" and "betas" in group:
@@ -515,7 +517,7 @@ def get_hypers(opt: Optimizer, names: Iterable[str]) -> list[dict]:
 
 
 def has_momentum(opt: Optimizer) -> bool:
-    """Tell whether a momentum can be set: not for RMSprop if it was made with 0, since it then has no state for it."""
+    """Tell whether a momentum can be set; RMSprop made with momentum 0 has no state for it."""
     can_start = isinstance(opt, SGD)
     return all("betas" in g or g.get("momentum") or (can_start and "momentum" in g) for g in opt.param_groups)
 
@@ -527,10 +529,10 @@ def rates(lr: float | slice | Iterable[float], count: int, whose: str = "the spl
         lr: a number for all groups; `slice(hi)` for `hi` in the last group and a tenth of it in the others;
             `slice(lo, hi)` for a geometric sequence; or a list or array with one rate for each.
         count: the number of groups.
-        whose: which groups they are, for a message.
+        whose: a description of the groups, for a message.
 
     Raises:
-        TypeError: another type; or a set of several, which has no order.
+        TypeError: another type, or a set of several rates, which has no order.
         ValueError: a list of another length, a slice with a step, or a negative rate.
     """
     if isinstance(lr, slice):
@@ -564,7 +566,7 @@ def is_row(lr: Any) -> TypeGuard[Iterable]:
 
 
 def listed(lr: Any) -> Any:
-    """Turn learning rates, or schedules, that are given for each group into a list, in a mapping too.
+    """Turn the learning rates, or schedules, of groups into a list, also in a mapping.
 
     A generator can be read only once.
     """
@@ -590,14 +592,14 @@ def group_rates(
     """Return, for each optimizer, the learning rates of its groups.
 
     Args:
-        lr: as in `rates`; for several optimizers maybe a mapping by name. A number, and `slice(hi)` if base rates
+        lr: as in `rates`; for several optimizers it may be a mapping by name. A number, and `slice(hi)` if base rates
             differ, is the rate of which the groups have their `shares`.
-        default: the same, used if `lr` is `None`, or does not have the optimizer. A number is not for groups with a
-            rate from the splitter. Without one groups have their base rates.
-        settle: is given the rates of each optimizer, and returns them without any `Later`.
+        default: the rates, in the same form, if `lr` is `None` or lacks the optimizer. A number does not apply to
+            groups with a rate from the splitter. Without a default, groups have their base rates.
+        settle: gets the rates of each optimizer, and returns them without any `Later`.
 
     Raises:
-        ValueError: as in `rates`, and `slice(lo, hi)` for one group.
+        ValueError: as in `rates`, or `slice(lo, hi)` for one group.
     """
     opts = made.values() if isinstance(made, dict) else [made]
     pairs = list(zip(for_each(made, listed(lr)), for_each(made, listed(default)), strict=True))
@@ -628,15 +630,15 @@ def set_decay(opt: Optimizer, model: nn.Module, wd: float | Mapping[str, float],
     """Set the weight decay of each parameter, and split the groups accordingly; optimizer state is kept.
 
     Args:
-        model: without wrappers, so that parameters have the user's names.
-        wd: the decay of weights, while norms and biases have 0, and groups keep what the splitter gave for them; or
-            decays by patterns of names, of which the first that matches counts, and which say all: parameters that
-            none of them matches stay as they are.
-        wd_bn_bias: a number is for norms and biases too.
+        model: the model without wrappers, so that parameters have the user's names.
+        wd: the decay of weights, while norms and biases have 0, and groups keep the decay that the splitter gave for
+            them; or decays by patterns of names, of which the first that matches counts: parameters that match none
+            keep their decay.
+        wd_bn_bias: a number applies to norms and biases, too.
 
     Raises:
-        ValueError: the optimizer has no weight decay, a decay that is no number from 0 on, or a pattern that
-            counts for no parameter.
+        ValueError: the optimizer has no weight decay, a decay is not a number of 0 or more, or a pattern counts for no
+            parameter.
     """
     for group in opt.param_groups:
         _key(opt, group, "weight_decay")
@@ -660,10 +662,10 @@ def set_decay(opt: Optimizer, model: nn.Module, wd: float | Mapping[str, float],
 
 
 def decays_by_name(wd: Mapping[str, float], model: nn.Module) -> dict[int, float]:
-    """Return decays by the ids of parameters, from a mapping of patterns of names, in the manner of `fnmatch`.
+    """Return decays by the ids of parameters, from a mapping of patterns of names in the style of `fnmatch`.
 
     Raises:
-        ValueError: a decay that is no number from 0 on, or a pattern that is the first for no parameter.
+        ValueError: a decay is not a number of 0 or more, or a pattern is the first match of no parameter.
     """
     names = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
     found: dict[int, float] = {}
@@ -691,13 +693,13 @@ def _whole_of(i: int, group: dict) -> int:
 
 
 def _part(i: int, group: dict, places: list[int]) -> dict:
-    "Return the part of the `i`-th whole group with the parameters at these places."
+    """Return the part of the `i`-th whole group with the parameters at these places."""
     params = [group["params"][place] for place in places]
     return {**group, "params": params, PLACES: places, GROUP: _group_of(i, group), WHOLE: _whole_of(i, group)}
 
 
 def _join_groups(groups: list[dict]) -> list[dict]:
-    "Undo what `set_decay` has split; a whole group has the options of its first part."
+    """Join the parts that `set_decay` has split; a whole group has the options of its first part."""
     wholes: dict[int, list[dict]] = {}
     for i, group in enumerate(groups):
         wholes.setdefault(_whole_of(i, group), []).append(group)
@@ -713,12 +715,12 @@ def _join_groups(groups: list[dict]) -> list[dict]:
 
 
 def norms(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters of normalisation layers."""
+    """Return the parameters of normalisation layers."""
     return [p for module in model.modules() if isinstance(module, _NORMS) for p in module.parameters(recurse=False)]
 
 
 def without_decay(model: nn.Module) -> set[int]:
-    """The ids of the parameters that get no weight decay: norms, every bias, and those that the model itself names.
+    """Return the ids of the parameters that get no weight decay: norms, biases, and those that the model names.
 
     Vision transformers, timm's and others, name their position embeddings and the like in a method `no_weight_decay`.
     """
@@ -732,7 +734,7 @@ def without_decay(model: nn.Module) -> set[int]:
 
 
 def group_restorer(opt: Optimizer) -> Callable[[], None]:
-    """Return a function that restores an optimizer's groups with the hyper-parameters they have now."""
+    """Return a function that restores an optimizer's groups, with their present hyper-parameters."""
     held = opt.param_groups
     groups = [(g, g["params"], restorer({k: v for k, v in g.items() if k != "params"})) for g in held]
 
@@ -747,13 +749,13 @@ def group_restorer(opt: Optimizer) -> Callable[[], None]:
 
 
 def exchange(opt: Optimizer, new: Mapping[Tensor, Tensor]) -> None:
-    """Let an optimizer train other parameters in the place of those that it has; their state goes with them.
+    """Let an optimizer train other parameters instead of its present ones; their state moves along.
 
-    State of a parameter that becomes a shard is divided.
+    The state of a parameter that becomes a shard is divided.
 
     Args:
         opt: the optimizer.
-        new: the parameters, by those in whose place they come.
+        new: the new parameters, by the old ones.
     """
     for group in opt.param_groups:
         group["params"] = [new.get(p, p) for p in group["params"]]
@@ -764,7 +766,7 @@ def exchange(opt: Optimizer, new: Mapping[Tensor, Tensor]) -> None:
 
 
 def state_to_params(opt: Optimizer) -> None:
-    """Give optimizer state the device and the memory layout of its parameter, which may have changed.
+    """Move optimizer state to the device and the memory layout of its parameter, which may have changed.
 
     torch's fused kernels require that a parameter and its state have the same memory layout.
     """
@@ -779,7 +781,7 @@ def state_to_params(opt: Optimizer) -> None:
 
 
 def laid_out_as(p: Tensor, value: Tensor) -> Tensor:
-    """Return `value` on the device of `p`; if it has the shape of `p`, with its memory layout, and divided as it is."""
+    """Return `value` on the device of `p`; if the shapes are equal, also with the memory layout and sharding of `p`."""
     if value.shape == p.shape and is_shard(p):
         return rows_of(value, p)
     strided = p.layout is value.layout is torch.strided
@@ -792,7 +794,7 @@ def load_state(made: Optimizer | Optimizers, saved: dict) -> None:
     """Load the state of one optimizer, or of several by name; either side may have groups split for weight decay.
 
     Raises:
-        ValueError: the state is of other optimizers, other parameter groups or other shapes; none is loaded.
+        ValueError: the state is of other optimizers, other parameter groups or other shapes; nothing is loaded.
     """
     opts = made if isinstance(made, dict) else {"": made}
     try:
@@ -809,24 +811,24 @@ def load_state(made: Optimizer | Optimizers, saved: dict) -> None:
     try:
         for name, opt in opts.items():
             opt.param_groups = groups[name]
-            # How a step is computed, and what rates are made of, are as the script has them, and not the file.
+            # The options of computation, and the base rates, are taken from the script, not from the file.
             kept = [{k: v for k, v in own.items() if k in _SCRIPTS} | {BASE: _unscaled(own)} for own in groups[name]]
             free = [{k: v for k, v in group.items() if k not in _SCRIPTS} for group in states[name]["param_groups"]]
             theirs = [group | own for group, own in zip(free, kept, strict=True)]
             with torch.no_grad():
                 opt.load_state_dict(states[name] | {"param_groups": theirs})
             state_to_params(opt)
-    except Exception as e:  # an optimizer's own way to load may raise anything
+    except Exception as e:  # an optimizer's own loading may raise anything
         for opt, state, param_groups in before:
             opt.state, opt.param_groups = state, param_groups
         raise ValueError(f"its optimizer's state is not taken: {in_one_line(e)}") from e
 
 
-_MOST_VALUES = 1_000_000  # a hundred times those of a large model
+_MOST_VALUES = 1_000_000  # a hundred times as many as a large model has
 
 
 def _check_extent(saved: Any) -> None:
-    "Refuse lists that are parts of each other so often that to go through them would not end."
+    """Refuse lists that contain each other so often that a walk through them would not end."""
     parts, count = [saved], 0
     while parts:
         part = parts.pop()
@@ -838,14 +840,15 @@ def _check_extent(saved: Any) -> None:
 
 
 def _check_state(saved: dict, opt: Optimizer, groups: list[dict]) -> None:
-    "Refuse options and tensors that are not like those of `opt`: torch's fused kernels write without a look at shapes."
+    """Refuse options and tensors that do not fit `opt`: torch's fused kernels write without checking shapes."""
     numbers = {number for group in saved["param_groups"] for number in group["params"]}
     strays = [key for key in saved["state"] if type(key) is not int or key not in numbers]
-    if not all(isinstance(key, str) and _torchs_kind(opt) is None for key in strays):  # others may keep more by names
+    # Other optimizers may keep more, under names.
+    if not all(isinstance(key, str) and _torchs_kind(opt) is None for key in strays):
         raise ValueError(f"its optimizer has a state of parameters that it does not number: {first_few(strays)}")
     for i, (group, theirs) in enumerate(zip(groups, saved["param_groups"], strict=True)):
         for name, value in theirs.items():
-            is_free = name in _PLAIN and value is None  # torch then chooses
+            is_free = name in _PLAIN and value is None  # torch chooses the option then
             if name in group and name != "params" and not is_free and not _is_like(value, group[name]):
                 found = printable(repr(value))
                 raise ValueError(f"group {i} of its optimizer has {name}={found}, the learner's {group[name]!r}")
@@ -861,7 +864,7 @@ def _check_state(saved: dict, opt: Optimizer, groups: list[dict]) -> None:
 
 
 def _is_like(value: Any, own: Any) -> bool:
-    "Tell whether a hyper-parameter may take the place of another: numbers of numbers, flags of flags."
+    """Tell whether a hyper-parameter may replace another: numbers replace numbers, flags replace flags."""
     if own is None or isinstance(own, bool):
         return isinstance(value, bool) or (own is None and (value is None or _is_number(value)))
     if isinstance(own, list | tuple):
@@ -876,7 +879,7 @@ def _is_number(x: Any) -> bool:
 
 
 def _is_kept(value: Any, expected: Any) -> bool:
-    "Tell whether a value may be in the state of a parameter where a fresh optimizer has another; `None`: not known."
+    """Tell whether a value fits the state of a parameter where a fresh optimizer has `expected`; `None`: unknown."""
     if not isinstance(expected, Tensor):
         return expected is None or _is_like(value, expected)
     if not isinstance(value, Tensor):  # steps and the like were numbers in earlier versions of torch
@@ -890,23 +893,23 @@ def _described(x: Any) -> str:
     return f"a {x.dtype} tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
 
 
-# Options with which torch's optimizers keep all the state that they ever have, and take a step without values.
+# With these options torch's optimizers keep all kinds of state, and can step without values.
 _ALL_STATE = {"amsgrad": True, "centered": True, "momentum": 0.9, "nesterov": False, "weight_decay": 0.0}
 _PLAIN = {"fused": False, "foreach": False, "capturable": False, "differentiable": False}
 _SCRIPTS = {*_PLAIN, WHOLE, OPTIONS, BASE, "lr_scale"}
 
 
 def _torchs_kind(opt: Optimizer) -> type | None:
-    "Return the class of torch that takes the steps of an optimizer, if it is one."
+    """Return the class of torch's that takes the steps of an optimizer; `None` if another class does."""
     kind = next(base for base in type(opt).__mro__ if "step" in vars(base))
     return kind if f"{kind.__module__}.".startswith("torch.optim.") else None
 
 
 def _state_made(opt: Optimizer, group: dict) -> dict[tuple, dict]:
-    """Return what a fresh optimizer keeps for a parameter, by the parameter's shape and type.
+    """Return the state that a fresh optimizer keeps for a parameter, by the parameter's shape and type.
 
-    It is found by a step of one on parameters without memory (on the meta device), whose shapes alone are computed.
-    This is done for torch's own steps: others may do anything, and what they keep is not known.
+    It comes from a step of such an optimizer on parameters without memory (on the meta device), whose shapes alone are
+    computed. This works only for torch's own steps: the state of other optimizers is unknown.
     """
     kind = _torchs_kind(opt)
     if kind is None:
@@ -920,7 +923,8 @@ def _state_made(opt: Optimizer, group: dict) -> dict[tuple, dict]:
     fresh.__setstate__(
         {"defaults": {}, "state": defaultdict(dict), "param_groups": [group | options | {"params": [*metas.values()]}]}
     )
-    with suppress(Exception):  # Adafactor reads values, when all have their state; Adagrad has it from the beginning
+    # Adafactor reads values, after all have their state; Adagrad has its state from the beginning.
+    with suppress(Exception):
         fresh.step()
     return {key: opt.state.get(found[key], {}) | fresh.state.get(p, {}) for key, p in metas.items()}
 
@@ -930,7 +934,7 @@ def _names(opts: dict) -> str:
 
 
 def _groups_like(state: dict, opt: Optimizer) -> list[dict]:
-    "Return the groups of `opt`, split or joined like those of a saved state."
+    """Return the groups of `opt`, split or joined like those of a saved state."""
     saved = state["param_groups"]
     numbers = [number for group in saved for number in group["params"]]
     if not all(type(number) is int for number in numbers) or len({*numbers}) < len(numbers):
@@ -946,7 +950,7 @@ def _groups_like(state: dict, opt: Optimizer) -> list[dict]:
 
 
 def _split_like(saved: list[dict], wholes: list[dict]) -> list[dict]:
-    "Split whole groups at the places that saved groups have; leave them as they are if these are places of others."
+    """Split whole groups at the places of saved groups; return them unchanged if the places do not fit."""
     key = _whole_of if any(WHOLE in group for group in saved) else _group_of  # older files do not have `WHOLE`
     own = {key(i, group): (i, group) for i, group in enumerate(wholes)}
     parts = [(key(i, group), group.get(PLACES, [*range(len(group["params"]))])) for i, group in enumerate(saved)]
