@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, NoReturn
 
 __version__ = "0.2.0"
 
-if TYPE_CHECKING:  # for editors and type checkers, which do not follow __getattr__
+if TYPE_CHECKING:  # editors and type checkers do not follow __getattr__
     from learnerkit import datasets as datasets
     from learnerkit import distributed as distributed
-    from learnerkit import distributed as world  # noqa: F401  # its other name
+    from learnerkit import distributed as world  # noqa: F401  # `world` is its other name
     from learnerkit import sweep as sweep
     from learnerkit.callback import Callback as Callback
     from learnerkit.callbacks.accumulation import GradientAccumulation as GradientAccumulation
@@ -178,7 +178,7 @@ _OLD = {  # names before 0.2.0, which work with a warning until 0.3.0, and where
 }  # fmt: skip
 
 
-_ELSEWHERE = {  # names of other libraries, and what serves the same purpose here
+_ELSEWHERE = {  # names of other libraries, with the names that serve the same purpose here
     "Trainer": "Learner", "LightningModule": "Learner", "LightningDataModule": "DataLoaders", "Accelerator": "Learner",
     "cnn_learner": "vision_learner", "text_classifier_learner": "text_learner", "DataBlock": "DataLoaders",
     "ImageDataLoaders": "ImageData", "TextDataLoaders": "TextData", "TabularDataLoaders": "TabularData",
@@ -205,12 +205,12 @@ def __getattr__(name: str) -> object:
     if name not in _home_of:
         _refuse(name)
     found = getattr(import_module(f"learnerkit.{_home_of[name]}"), name)
-    globals()[name] = found  # the next look-up does not come here
+    globals()[name] = found  # the next look-up does not call this function
     return found
 
 
 def _refuse(name: str) -> NoReturn:
-    "Raise the error for a name that is not here; it says which one may have been meant."
+    """Raise the error for an unknown name, with the name that may have been meant."""
     from inspect import currentframe
 
     from learnerkit.text import did_you_mean
@@ -219,7 +219,7 @@ def _refuse(name: str) -> NoReturn:
     near = f"; here it is {_ELSEWHERE[name]}" if name in _ELSEWHERE else near
     asked = currentframe().f_back.f_back.f_globals["__name__"]  # type: ignore[union-attr]  # there is always a caller
     if near and asked == "importlib._bootstrap" and find_spec(f"learnerkit.{name}") is None:
-        # `from learnerkit import name`, where Python would replace an AttributeError by a text of its own.
+        # `from learnerkit import name`, where Python would replace the text of an AttributeError.
         raise ImportError(f"cannot import name {name!r} from 'learnerkit'{near}", name=name)
     raise AttributeError(f"module 'learnerkit' has no attribute {name!r}{near}")
 

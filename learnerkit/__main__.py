@@ -1,4 +1,4 @@
-"""``python -m learnerkit``, or ``learnerkit``: what is installed, on which machine, and the library's commands."""
+"""The command ``python -m learnerkit``, or ``learnerkit``: it prints the versions, and runs the library's commands."""
 
 import argparse
 import os
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def machine() -> str:
-    """Describe the system, and how many cores and GPUs a process may use."""
+    """Describe the system, and the number of cores and GPUs that a process may use."""
     gpus = len(gpu_names(os.environ))
     found = f"{gpus} GPU{'s' * (gpus > 1)}" if gpus else "no GPU of NVIDIA or AMD"
     return f"{platform.system()} {platform.machine()}, {usable_cores()} CPU cores, {found}"

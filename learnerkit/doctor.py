@@ -1,4 +1,4 @@
-"""``python -m learnerkit.doctor``: look at the machines of a run before it."""
+"""The command ``python -m learnerkit.doctor``, which checks the machines of a run before it."""
 
 import sys
 

@@ -45,9 +45,9 @@ Buffer = bytes | memoryview
 
 
 class CheckpointError(ValueError, RuntimeError):
-    """A checkpoint or a file of weights is damaged, does not fit, or cannot be written; the text says which and why.
+    """An error of a checkpoint or a file of weights that is damaged, does not fit, or cannot be written; it says why.
 
-    The text is safe to print, whatever names a file has.
+    The text is safe to print, whatever the names in a file are.
     """
 
     def __init__(self, text: str = "") -> None:
@@ -55,14 +55,14 @@ class CheckpointError(ValueError, RuntimeError):
 
 
 MANIFEST = "manifest.json"
-"""The file of a checkpoint that says what the others are."""
+"""The name of the file in a checkpoint that lists the other files."""
 
 SAFETENSORS = ".safetensors"
 _STARTED = time.time()
 
 _MODEL_NAMES = ("model", "state_dict", "model_state_dict")
 _OPT_NAMES = ("opt", "optimizer", "optimizer_state_dict")
-_WRAPPERS = ("module.", "_orig_mod.")  # DataParallel's and DDP's, torch.compile's
+_WRAPPERS = ("module.", "_orig_mod.")  # the prefixes of DataParallel and DDP, and of torch.compile
 
 
 @dataclass(frozen=True)
@@ -73,10 +73,10 @@ class Saved:
         name: the file's name, for messages.
         weights: the model's state dict.
         opt: the state of the optimizer, or of several by name; `None` if the file has none.
-        scaler: the state of the gradient scaler; `None` if the file has none, or something else under that key.
+        scaler: the state of the gradient scaler; `None` if the file has none.
 
     Raises:
-        CheckpointError: the state of the gradient scaler is not one.
+        CheckpointError: the state of the gradient scaler is invalid.
     """
 
     name: str
@@ -91,10 +91,10 @@ class Saved:
 
 
 def plain_name(name: str, directory: str = "the model directory") -> str:
-    """Return `name` if it is a plain file name, which cannot lead out of a directory (so called in the error).
+    """Return `name` if it is a plain file name, which cannot lead out of `directory`, a description for the error.
 
     Raises:
-        ValueError: separators, `..`, control characters, a leading `-` or more than 200 characters.
+        ValueError: the name has separators, `..`, control characters, a leading `-` or more than 200 characters.
     """
     bad = not name or name in (".", "..") or name.startswith("-") or len(name) > 200
     if bad or any(c in "/\\" or ord(c) < 32 or ord(c) == 127 for c in name):
@@ -106,12 +106,12 @@ def plain_name(name: str, directory: str = "the model directory") -> str:
 
 
 def name_or_path(name: str | Path, directory: str = "the model directory") -> str | Path:
-    """Return a plain name inside a directory (so called in the error) as it is, and a path as a `Path`.
+    """Return a plain name inside `directory`, a description for the error, unchanged, and a path as a `Path`.
 
-    A str with a separator is a path. One with `..` is refused: it may have been put together of names from elsewhere.
+    A str with a separator is a path. A str with `..` is refused, as it may be composed of untrusted names.
 
     Raises:
-        ValueError: neither, or a str with `..` in it.
+        ValueError: it is neither a name nor a path, or a str with `..` in it.
     """
     if isinstance(name, Path) or not {"/", os.sep} & set(name):
         return name if isinstance(name, Path) else plain_name(name, directory)
@@ -125,10 +125,10 @@ def name_or_path(name: str | Path, directory: str = "the model directory") -> st
 
 
 def place_of(learn: "Learner", file: "str | Path | BinaryIO") -> Path | BinaryIO:
-    """Return where a learner saves and loads a file: a plain name lies in its model directory.
+    """Return the path at which a learner saves and loads a file: a plain name lies in its model directory.
 
     Raises:
-        TypeError, ValueError: neither a name, a path, nor an open file.
+        TypeError, ValueError: it is neither a name, a path, nor an open file.
     """
     name = name_or_path(file) if isinstance(file, str) else file
     if not isinstance(name, str):
@@ -146,7 +146,7 @@ def save_whole(obj: Any, file: Path | BinaryIO) -> None:
     The file is written beside the target, synced, and renamed over it. An open file is just written to.
 
     Raises:
-        CheckpointError: the file cannot be written, for want of space or rights; the old one is as it was.
+        CheckpointError: the file cannot be written, for lack of space or permissions; the old one is unchanged.
     """
     if not isinstance(file, Path):
         torch.save(obj, file)
@@ -162,17 +162,17 @@ def save_weights(
 ) -> None:
     """Save weights in the safetensors format, which other tools read, as atomically as `save_whole`.
 
-    Tied weights are in the file once, as `safetensors.torch.save_model` has them. Shards are gathered one after the
-    other; then every rank must reach this.
+    Tied weights are written once, as by `safetensors.torch.save_model`. Shards are gathered one after the other; in
+    that case every rank must reach this.
 
     Args:
         weights: a state dict.
-        file: where to.
-        notes: more for the file's header.
-        writes: this rank writes the file; others help to gather shards.
+        file: the path of the file.
+        notes: more entries for the file's header.
+        writes: this rank writes the file; other ranks help to gather shards.
 
     Raises:
-        CheckpointError: the file cannot be written, or there is more than tensors.
+        CheckpointError: the file cannot be written, or `weights` has values that are not tensors.
     """
     kept, own_notes = without_tied(weights)
     header, names = file_header(kept, own_notes | dict(notes or {}))
@@ -195,7 +195,7 @@ def save_weights(
 
 @contextmanager
 def replacing(file: Path) -> Iterator[Path]:
-    """A name beside `file` to write to, which then replaces it."""
+    """Yield a path beside `file` to write to, which then replaces it."""
     temporary = temporary_name(file)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -217,17 +217,17 @@ def sync(file: Path) -> None:
 
 
 def temporary_name(path: Path) -> Path:
-    """A new name beside `path`, for what is not whole yet."""
+    """Return a new name beside `path`, for a file that is not complete yet."""
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
 
 
 def remove_left_over(folder: Path, before: float, name: str = "") -> None:
-    """Remove what runs that were killed have left under temporary names.
+    """Remove the files that killed runs have left under temporary names.
 
     Args:
-        folder: where to look.
-        before: when this run has started; what is younger may belong to another one, which is at work.
-        name: of the file in whose place it was to come; by default any.
+        folder: the directory to search.
+        before: the start of this run; younger files may belong to another run that is still active.
+        name: the name of the file that was to be written; by default any.
     """
     for path in folder.iterdir():
         found = re.fullmatch(r"\.(.+)\.[0-9a-f]{8}\.tmp", path.name)
@@ -248,7 +248,7 @@ def remove(path: Path) -> None:
 
 
 def sync_directory(folder: Path) -> None:
-    """Wait until the names in a directory are on disk, where the file system can be asked to."""
+    """Wait until the names in a directory are on disk, if the file system supports it."""
     if not hasattr(os, "O_DIRECTORY"):
         return
     opened = os.open(folder, os.O_DIRECTORY)
@@ -259,7 +259,7 @@ def sync_directory(folder: Path) -> None:
             errno.EINVAL,
             errno.ENOTSUP,
             errno.ENOSYS,
-        ):  # as CIFS and FUSE say; renames are whole there too
+        ):  # CIFS and FUSE answer so; renames are atomic there, too
             raise
     finally:
         os.close(opened)
@@ -274,14 +274,14 @@ _TYPES = {
     torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
 
-# Other types are written as bytes, and named in the file by what stands here.
+# Other types are written as bytes, with their names from this table in the header.
 _ALL_TYPES = {str(t).removeprefix("torch."): t for t in vars(torch).values() if isinstance(t, torch.dtype)}
 
 _NOTES = ("format", "learnerkit.versions", "learnerkit.types", "learnerkit.export")
 
 
 def why_not(x: Any) -> str:
-    """Name what keeps a value from being written as a tensor, such as 'a str'; '' if nothing does."""
+    """Return the reason why a value cannot be written as a tensor, such as 'a str'; '' if there is none."""
     if type(x) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer) and not is_shard(x):
         return f"a {type(x).__name__}"
     if x.is_quantized or x.layout != torch.strided:
@@ -290,18 +290,18 @@ def why_not(x: Any) -> str:
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """A tensor's values in a row on the host: no copy if they are there already."""
+    """Return a tensor's values in a row on the host, without a copy if they are there already."""
     return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()  # waits for an accelerator
 
 
 class HostMemory:
-    """Memory of the host that tensors are copied to, the same each time."""
+    """Memory of the host to which tensors are copied, the same each time."""
 
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def copies(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies of the tensors, which the next call overwrites."""
+        """Return copies of the tensors, which the next call overwrites."""
         sizes = [-(-tensor.nbytes // 16) * 16 for tensor in tensors.values()]
         devices = {tensor.device for tensor in tensors.values() if tensor.device.type != "cpu"}
         if sum(sizes) > len(self._bytes):
@@ -317,16 +317,16 @@ class HostMemory:
 
 
 def without_tied(weights: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the weights without those that are others by a second name, and notes for the file.
+    """Return the weights without second names of tied ones, and notes for the file.
 
-    The notes are those of `safetensors.torch.save_model`, whose `load_model` reads such a file: of tied weights the
-    first name in the alphabet is in the file, and the notes say for each other name which that is.
+    The notes are those of `safetensors.torch.save_model`, and `load_model` can read the file: of tied weights the first
+    name in the alphabet is in the file, and the notes map each other name to it.
 
     Args:
         weights: a state dict, whose `_metadata` has the versions of the modules.
 
     Raises:
-        CheckpointError: there is more than tensors.
+        CheckpointError: `weights` has values that are not tensors.
     """
     first: dict[tuple, str] = {}
     kept, notes, modules = {}, {"format": "pt"}, getattr(weights, "_metadata", None) or {}
@@ -348,15 +348,15 @@ def without_tied(weights: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[st
 
 
 def file_header(tensors: Mapping[str, Tensor], notes: Mapping[str, str] | None = None) -> tuple[bytes, list[str]]:
-    """Return the header of a file of tensors, and their names in the order in which they stand in it.
+    """Return the header of a file of tensors, and their names in the order in which they are stored.
 
     Args:
-        tensors: by their names; only their shapes and types are read.
-        notes: more for the header.
+        tensors: the tensors by name; only their shapes and types are read.
+        notes: more entries for the header.
     """
     header: dict[str, Any] = {}
     types, end = {}, 0
-    # The widest first: so each stands at a multiple of its own width.
+    # The widest types come first, so that each tensor is aligned to its own width.
     for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0])):
         kind, shape, size = _TYPES.get(tensor.dtype), list(tensor.shape), tensor.numel() * tensor.itemsize
         if kind is None:
@@ -375,15 +375,15 @@ def tensor_file(tensors: Mapping[str, Tensor], notes: Mapping[str, str] | None =
     """Return the pieces of a file of tensors: its header, and the memory of each tensor, which must not change.
 
     Args:
-        tensors: by their names; each with its values in a row on the host.
-        notes: more for the header.
+        tensors: the tensors by name; each with its values in a row on the host.
+        notes: more entries for the header.
     """
     header, names = file_header(tensors, notes)
     return [header, *(piece for name in names for piece in _memory(tensors[name]))]
 
 
 def _memory(tensor: Tensor) -> list[Buffer]:
-    "The memory of a tensor, if it has any."
+    """Return the memory of a tensor, or nothing if it is empty."""
     memory: Any = tensor.reshape(-1).view(torch.uint8).numpy() if tensor.nbytes else None
     return [] if memory is None else [memoryview(memory)]
 
@@ -391,7 +391,7 @@ def _memory(tensor: Tensor) -> list[Buffer]:
 def write_new(path: Path, pieces: Sequence[Buffer]) -> dict[str, Any]:
     """Write a new file and sync it; return its size and sha256.
 
-    The hash is of the memory that is written, and computed at the same time.
+    The hash is computed from the memory that is written, at the same time.
     """
     digest = in_thread(lambda: _sha256(pieces))
     try:
@@ -408,7 +408,7 @@ def write_new(path: Path, pieces: Sequence[Buffer]) -> dict[str, Any]:
 
 
 def in_thread(call: Callable[[], T]) -> "Future[T]":
-    """Run a function in a thread of its own, for which a process that ends waits: a pool takes no work by then."""
+    """Run a function in a new thread, which keeps the process alive; a pool accepts no work while the process ends."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -422,7 +422,7 @@ def in_thread(call: Callable[[], T]) -> "Future[T]":
 
 
 def in_threads(calls: Iterable[Callable[[], T]]) -> list[T]:
-    """Run functions at the same time; return what they return, or raise the first error once all have ended."""
+    """Run functions at the same time; return their results, or raise the first error once all have ended."""
     futures = [in_thread(call) for call in calls]
     try:
         wait(futures)
@@ -439,7 +439,7 @@ def _sha256(pieces: Iterable[Buffer]) -> str:
 
 
 def notes_of(path: Path) -> dict[str, str]:
-    """The notes in a file's header.
+    """Return the notes in a file's header.
 
     Raises:
         Exception: of many types, if the file is damaged.
@@ -453,12 +453,12 @@ def notes_of(path: Path) -> dict[str, str]:
 def read_tensors(
     path: Path, wanted: Callable[[str], bool] = lambda name: True, in_place: bool = False
 ) -> OrderedDict[str, Tensor]:
-    """The tensors of a file on the host, tied ones by all their names.
+    """Return the tensors of a file on the host, tied ones by all their names.
 
     Args:
         path: the file.
-        wanted: tells by the name which to read.
-        in_place: leave them in the file, which must not change; nothing is read before it is needed.
+        wanted: tells by its name whether to read a tensor.
+        in_place: map the tensors to the file, which must not change; values are read only when they are needed.
 
     Raises:
         Exception: of many types, if the file is damaged.
@@ -469,7 +469,7 @@ def read_tensors(
     with safe_open(path, framework="pt") as file:
         notes, names = file.metadata() or {}, set(file.keys())
         for name in filter(wanted, names):
-            tensor = file.get_tensor(name)  # a part of the file, read when needed
+            tensor = file.get_tensor(name)  # the tensor is mapped to the file, and read when needed
             found[name] = tensor if in_place else tensor.clone()
     for name, (kind, shape) in json.loads(notes.get("learnerkit.types", "{}")).items():
         if name in found:
@@ -481,12 +481,12 @@ def read_tensors(
 
 
 def tied_names(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return what the notes of a file say of tied weights: tensors by the names that they have beside their own."""
+    """Return the tied tensors by their additional names, from the notes of a file."""
     return {name: tensors[other] for name, other in notes_of(path).items() if name not in tensors and other in tensors}
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that a directory of transformers has; an empty list if it is not such a directory."""
+    """Return the safetensors files in a directory of transformers; an empty list if it is not such a directory."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         names = dict.fromkeys(json.loads(index.read_text())["weight_map"].values())
@@ -497,7 +497,7 @@ def weight_files(folder: Path) -> list[Path]:
 def is_mappable(path: Path) -> bool:
     """Tell whether the values of a file, or of a directory of transformers, can be read when they are needed.
 
-    A checkpoint of this library has files of the same names, and a manifest by which they are verified.
+    A checkpoint of this library is refused: it has files of the same names, and a manifest to verify them.
     """
     if path.is_dir():
         return bool(weight_files(path)) and not (path / MANIFEST).exists()
@@ -513,7 +513,7 @@ def read(file: Path | BinaryIO, device: Any) -> Saved:
     Raises:
         FileNotFoundError: there is no such file.
         CheckpointError: it is damaged, or has other content.
-        ValueError: it is open and has been read to its end.
+        ValueError: it is open, and its position is at its end.
     """
     name = str(file) if isinstance(file, Path) else getattr(file, "name", None) or f"the {type(file).__name__}"
     if isinstance(file, Path) and not file.is_file():
@@ -528,7 +528,7 @@ def read(file: Path | BinaryIO, device: Any) -> Saved:
             for key, value in tensors.items():
                 tensors[key] = value.to(device)
             return Saved(name, tensors)
-        with warnings.catch_warnings(action="ignore"):  # of a damaged file, for which there is an error
+        with warnings.catch_warnings(action="ignore"):  # torch warns about a damaged file, for which there is an error
             refuse_compressed(file)
             state = torch.load(file, map_location=device, weights_only=True)
     except Exception as e:  # random bytes cause a dozen types of errors, from AssertionError to struct.error
@@ -546,12 +546,12 @@ def read(file: Path | BinaryIO, device: Any) -> Saved:
 
 
 def read_mapped(path: Path) -> Saved:
-    """Read what weights a safetensors file, or a directory of transformers, has, but none of their values.
+    """Read the names, shapes and types of the weights in a safetensors file, or a directory of transformers.
 
-    Their memory is that of the files, which must not change meanwhile.
+    Their values are mapped to the files, which must not change meanwhile.
 
     Args:
-        path: a file; or a directory with one, or with several and an index, as transformers writes it.
+        path: a file; or a directory with one, or with several and an index, as written by transformers.
 
     Raises:
         CheckpointError: a file is damaged, or missing.
@@ -566,7 +566,7 @@ def read_mapped(path: Path) -> Saved:
 
 
 def refuse_compressed(file: Path | BinaryIO) -> None:
-    """Refuse what torch never writes: a small file that would fill the memory."""
+    """Refuse compressed files, which torch never writes: a small one could fill the memory."""
     start = 0 if isinstance(file, Path) else file.tell()
     if zipfile.is_zipfile(file):
         with zipfile.ZipFile(file) as archive:
@@ -596,10 +596,10 @@ def fitted(saved: Saved, model: nn.Module, strict: bool) -> Saved:
         strict: whether the file must have exactly the model's weights.
 
     Raises:
-        CheckpointError: weights that do not fit; the message says which are missing and which are surplus.
+        CheckpointError: the weights do not fit; the message lists the missing and the surplus ones.
     """
     own, weights = model.state_dict(), saved.weights
-    for prefix in _WRAPPERS * 2:  # they may be nested
+    for prefix in _WRAPPERS * 2:  # prefixes may be nested
         if weights and all(k.startswith(prefix) for k in weights) and not all(k.startswith(prefix) for k in own):
             consume_prefix_in_state_dict_if_present(weights, prefix)
     tied: dict[Any, list[str]] = {}  # a file of transformers has tied weights by one of their names

@@ -1,4 +1,4 @@
-"""The gradient of a step that several batches make together: the mean over everything they count."""
+"""The gradient of a step of several batches: the mean over everything that they count."""
 
 from collections.abc import Collection, Iterable
 from typing import Protocol
@@ -12,9 +12,9 @@ from learnerkit.torch_internals import scale_together
 
 
 class StepGradient(Protocol):
-    """The interface of what makes the gradient of an optimizer step of several batches, or of several ranks.
+    """The interface of objects that compute the gradient of an optimizer step of several batches, or of several ranks.
 
-    The learner has one while it trains so; where it has none the gradient of a batch is that of the step.
+    The learner has one while it trains so; without one the gradient of a batch is that of the step.
     """
 
     @property
@@ -25,25 +25,25 @@ class StepGradient(Protocol):
         """Compute the gradients of the batch, and finish those of the step after its last batch."""
 
     def detach(self) -> None:
-        """Leave model and learner as they were."""
+        """Restore the model and the learner."""
 
 
 class GradientMean:
     """Weighs the batches of a step so that its gradient is the mean over everything they count.
 
-    The gradient is sum(count_i * g_i) / sum(count_i), g_i being that of the mean loss of batch i. The sum of the
-    counts is known only after the last batch. So every backward pass takes its loss times count_i / expected, and the
-    gradients are multiplied once by expected / counted at the end, before anyone clips or uses them. A loss that sums
-    needs neither; it is multiplied by the number of ranks, whose gradients are then averaged.
+    The gradient is sum(count_i * g_i) / sum(count_i), where g_i is the gradient of the mean loss of batch i. The sum of
+    the counts is known only after the last batch. So every backward pass multiplies its loss by count_i / expected, and
+    the gradients are multiplied once by expected / counted at the end, before they are clipped or used. A loss that
+    sums needs neither; it is multiplied by the number of ranks, whose gradients are then averaged.
 
     Args:
         sums: the loss is a sum rather than a mean.
-        ranks: how many take the step together.
+        ranks: the number of ranks that take the step together.
 
     Attributes:
-        begun: whether gradients of batches wait for their step.
-        expected: what the step was expected to count when it began.
-        counted: what its batches have counted so far; of several ranks, once they have told each other, the mean.
+        begun: gradients of batches wait for their step.
+        expected: the count that was expected at the beginning of the step.
+        counted: the count of its batches so far; on several ranks, once they have exchanged their counts, the mean.
     """
 
     def __init__(self, sums: bool, ranks: int = 1) -> None:
@@ -53,20 +53,20 @@ class GradientMean:
         self.counted: float | Tensor = 0.0
 
     def begin(self, expected: float) -> None:
-        """Begin a step; `expected` is roughly what it will count."""
+        """Begin a step; `expected` is approximately what it will count."""
         self.begun, self.expected, self.counted = True, expected, 0.0
 
     @property
     def to_sum(self) -> float:
-        """The factor that makes the gradients of a weighed loss those of the sum over what the batch counts."""
+        """The factor that turns the gradients of a weighted loss into those of the sum over what the batch counts."""
         return 1 / self.ranks if self.sums else self.expected
 
     def weight(self, count: float | Tensor, total: float) -> float | Tensor:
-        """Return what the loss or the gradients of a batch are multiplied by; 0.0 for a batch that counts nothing.
+        """Return the factor of the loss or the gradients of a batch; 0.0 for a batch that counts nothing.
 
         Args:
-            count: what the batch counts; a tensor on a device is not read.
-            total: what the step counts, as a mean over the ranks.
+            count: the count of the batch; a tensor on a device is not read.
+            total: the count of the step, as a mean over the ranks.
         """
         if not counts_something(count):
             return 0.0
@@ -76,22 +76,23 @@ class GradientMean:
         """Return the loss to differentiate.
 
         Args:
-            loss: the batch's.
-            count: what it averages over; a tensor on a device is not read.
-            output: the model's, of which the loss was made.
+            loss: the batch's loss.
+            count: the number of items in its mean; a tensor on a device is not read.
+            output: the model's output, from which the loss was computed.
         """
         weight = self.weight(count, self.expected)
         if isinstance(weight, Tensor):
             return torch.where(weight > 0, loss * weight, 0.0).to(loss.dtype)
-        if not weight:  # the loss may be the mean of nothing, a NaN, and so would its gradient times 0 be
-            return zero_loss(loss if output is None else output)  # nobody reads what SplitBatch has left out
+        if not weight:  # an empty mean is NaN, and so is its gradient times 0
+            # The predictions that SplitBatch has left out are not needed.
+            return zero_loss(loss if output is None else output)
         return loss if weight == 1 else loss * weight
 
     def correction(self, tolerance: float = 0.0) -> float | Tensor:
-        """Return what the step's gradients are to be multiplied by: 1.0 where they are right, or nothing was counted.
+        """Return the factor that corrects the step's gradients: 1.0 if they are right, or if nothing was counted.
 
         Args:
-            tolerance: the share of what was expected that counts as rounding.
+            tolerance: the relative difference to the expected count that is ignored as rounding.
         """
         counted = self.counted
         if self.sums:
@@ -99,7 +100,7 @@ class GradientMean:
         if isinstance(counted, Tensor):
             return torch.where(counted > 0, self.expected / counted, 1.0)
         if not counted or abs(counted - self.expected) <= tolerance * self.expected:
-            return 1.0  # where nothing was counted, a callback may have kept gradients of earlier steps
+            return 1.0  # if nothing was counted, a callback may have kept gradients of earlier steps
         return self.expected / counted
 
 
@@ -109,13 +110,13 @@ def counts_something(count: float | Tensor) -> bool:
 
 
 def host_count(count: float | Tensor) -> float | Tensor:
-    """Return a count as a number where reading it costs nothing; one on a device stays there."""
+    """Return a count as a number if it is on the host; a count on a device stays there."""
     return count.item() if isinstance(count, Tensor) and count.is_cpu else count
 
 
 def zero_loss(output: object) -> Tensor:
-    """Return a loss of 0 that depends on all of the model's output, and whose gradients are zero."""
-    # The sum of no elements: times 0, numbers too large for float16 would make a NaN.
+    """Return a loss of 0 that depends on all of the model's output, with zero gradients."""
+    # This is the sum of no elements, as 0 times a number that overflows float16 would be NaN.
     return sum((t.flatten()[:0].sum() for t in tensors_in(output) if t.requires_grad), torch.zeros(()))
 
 

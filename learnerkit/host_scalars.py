@@ -1,4 +1,4 @@
-"""Numbers that are made on a device and read on the host, without making the host wait for each."""
+"""Numbers that are computed on a device and read on the host, without a wait for each."""
 
 from collections.abc import Sequence
 
@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 class HostCopy:
-    """A copy of a tensor's values to the host that is under way.
+    """A copy of a tensor's values to the host, which may still be in progress.
 
     Args:
-        values: one-dimensional, on any device.
+        values: a one-dimensional tensor on any device.
     """
 
     def __init__(self, values: Tensor) -> None:
@@ -30,18 +30,18 @@ class HostCopy:
         return self._done is None or self._done.query()
 
     def numbers(self) -> list[float]:
-        """Return the values. A host-device sync where they are not there yet."""
+        """Return the values. It is a host-device sync if the copy is still in progress."""
         if self._done is not None:
             self._done.synchronize()
         return self._values.tolist()
 
 
 class HostScalars:
-    """A growing row of numbers; those given as 0-dim tensors stay on the device until they are fetched in batches.
+    """A growing row of numbers; those given as 0-dim tensors stay on the device until they are copied in batches.
 
-    `append(value)` adds a number, or a 0-dim tensor that carries no gradient, and never waits. `poll` takes over what
-    has arrived and starts to copy the rest; call it now and then, so that not too many small tensors stay on the
-    device. `all` waits once, for everything.
+    `append(value)` adds a number, or a 0-dim tensor without gradient, and never waits. `poll` takes the values that
+    have arrived and starts to copy the rest; it should be called regularly, so that few small tensors stay on the
+    device. `all` waits once, for all values.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class HostScalars:
         return len(self._host) + len(self._pending) + (len(self._copy) if self._copy else 0)
 
     def poll(self) -> list[float]:
-        """Return the numbers that are on the host by now, and start to copy the others."""
+        """Return the numbers that are on the host so far, and start to copy the others."""
         if self._copy and self._copy.is_done():
             self._finish(self._copy)
         if self._pending and not self._copy:
@@ -62,7 +62,7 @@ class HostScalars:
         return self._host
 
     def all(self) -> list[float]:
-        """Return every number so far. Waits for the device: a host-device sync."""
+        """Return all numbers. A host-device sync."""
         while self._copy or self._pending:
             if self._copy:
                 self._finish(self._copy)

@@ -1,7 +1,7 @@
-"""Tensors that are divided among the ranks: each has its rows of them, as torch's `DTensor`.
+"""Tensors that are divided among the ranks: each rank has some rows of them, as torch's `DTensor`.
 
-Only sharded training has such tensors (`parallel/sharded.py`). DTensors are told by their methods, since importing
-their class takes half a second.
+Only sharded training has such tensors (`parallel/sharded.py`). DTensors are recognised by their methods, since
+importing their class takes half a second.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,7 +18,7 @@ def is_shard(x: object) -> bool:
 
 
 def local(t: Tensor) -> Tensor:
-    """Return the rows that this rank has, which share the memory of `t`; a tensor that is whole is returned itself."""
+    """Return this rank's rows, which share the memory of `t`; a whole tensor is returned unchanged."""
     if not is_shard(t):
         return t
     with torch.no_grad():
@@ -27,21 +27,21 @@ def local(t: Tensor) -> Tensor:
 
 @torch.no_grad()
 def gathered(t: Any, keep: bool = True) -> Any:
-    """Return a tensor with the rows of all ranks; every rank must reach this. Anything else is returned itself.
+    """Return a tensor with the rows of all ranks; every rank must reach this. Other values are returned unchanged.
 
-    The default group gathers them: that of the shards is lost if a rank has failed.
+    The default group gathers them, because the group of the shards is lost if a rank has failed.
 
     Args:
         t: the tensor.
-        keep: this rank needs the values; others get a tensor without memory, on the meta device.
+        keep: this rank needs the values; with False it gets a tensor without memory, on the meta device.
     """
     if not is_shard(t):
         return t
     mine, ranks = local(t), dist.get_world_size()
-    rows = -(-t.shape[0] // ranks)  # as `torch.chunk` divides
+    rows = -(-t.shape[0] // ranks)  # `torch.chunk` divides in the same way
     padded = mine.new_zeros((rows, *t.shape[1:]))
     padded[: len(mine)] = mine
-    # As bytes, since gloo does not know all types.
+    # The rows are sent as bytes, since gloo does not support all types.
     found = torch.empty((ranks, padded.nbytes), dtype=torch.uint8, device=mine.device)
     dist.all_gather(list(found.unbind()), padded.view(-1).view(torch.uint8))
     if not keep:
@@ -51,7 +51,7 @@ def gathered(t: Any, keep: bool = True) -> Any:
 
 
 class Gatherer:
-    """Gathers shards one after the other; tied ones become one tensor.
+    """Gathers shards one after the other; tied shards become one tensor.
 
     Args:
         keep: as in `gathered`.
@@ -65,7 +65,7 @@ class Gatherer:
         if not is_shard(t):
             return t
         key = storage_of(t)
-        if not key:  # state without rows on this rank: no parameter, so it is not tied
+        if not key:  # this is state without rows on this rank, and not a parameter, so it is not tied
             return gathered(t, self.keep)
         if key not in self._found:
             self._found[key] = gathered(t, self.keep)
@@ -73,22 +73,22 @@ class Gatherer:
 
 
 def storage_of(t: Tensor) -> int:
-    """Return the address of a shard's memory, which a parameter has also on a rank without rows of it.
+    """Return the address of a shard's memory, which a parameter has even on a rank without rows of it.
 
-    Other shards without rows, such as the state of an optimizer, have none: 0.
+    For other shards without rows, such as the state of an optimizer, it is 0.
     """
     return local(t).untyped_storage().data_ptr()
 
 
 def rows_of(t: Tensor, like: Tensor) -> Tensor:
-    """Return this rank's rows of a whole tensor, as a shard that is divided as `like` is. No communication."""
+    """Return this rank's rows of a whole tensor, as a shard divided like `like`. No communication."""
     from torch.distributed.tensor import distribute_tensor
 
     if is_shard(t) or not is_shard(like):
         return t
     mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]
     with torch.no_grad():
-        # Without a source each rank takes its rows of what it has.
+        # Without a source, each rank takes its rows from its own tensor.
         return distribute_tensor(t.to(local(like).device), mesh, placements, src_data_rank=None)
 
 
@@ -97,7 +97,7 @@ def put(target: Tensor, value: Tensor) -> None:
     """Copy values into a tensor; either may be a shard. No communication.
 
     Raises:
-        ValueError: a whole target, of which a shard has some rows only.
+        ValueError: the target is whole, and the value is a shard, which has only some rows.
     """
     if is_shard(value) and not is_shard(target):
         raise ValueError("rows of a tensor cannot be copied into a whole one")
@@ -106,7 +106,7 @@ def put(target: Tensor, value: Tensor) -> None:
 
 
 def rows_for(named: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:
-    """Return values by name, those of the parameters of a sharded module as its rows. No communication."""
+    """Return values by name, reduced to this rank's rows for the parameters of a sharded module. No communication."""
     params = dict(module.named_parameters(remove_duplicate=False))
     if not any(map(is_shard, params.values())):
         return named
@@ -119,9 +119,9 @@ def rows_for(named: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:
 
 
 def total_norm(grads: Iterable[Tensor], norm_type: float) -> Tensor:
-    """Return the norm over some gradients, of which some may be shards; every rank must reach this.
+    """Return the norm over some gradients, which may be shards; every rank must reach this.
 
-    It is `torch.nn.utils.get_total_norm`, which cannot mix the two.
+    It equals `torch.nn.utils.get_total_norm`, which cannot mix shards and whole tensors.
     """
     kinds: dict[bool, list[Tensor]] = {}
     for grad in grads:
@@ -134,7 +134,7 @@ def total_norm(grads: Iterable[Tensor], norm_type: float) -> Tensor:
 
 
 def owners(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
-    """Return each place of a parameter: its full name, the module that has it, its name there, and itself."""
+    """Yield each place of a parameter: its full name, the module that has it, its name there, and the parameter."""
     for prefix, owner in module.named_modules(remove_duplicate=False):
         for name, p in owner._parameters.items():
             if p is not None:
@@ -142,7 +142,7 @@ def owners(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Paramete
 
 
 def put_parameter(owner: nn.Module, name: str, p: nn.Parameter) -> None:
-    """Put a parameter into its place, in the way of the module if it has one: RNNs keep a list of theirs."""
+    """Set a parameter of a module, by its own `__setattr__` if it has one: RNNs keep a list of their parameters."""
     if type(owner).__setattr__ is nn.Module.__setattr__:
         owner._parameters[name] = p
     else:
@@ -150,6 +150,6 @@ def put_parameter(owner: nn.Module, name: str, p: nn.Parameter) -> None:
 
 
 def own_class(module: nn.Module) -> type:
-    """Return the class of a module, also while it is sharded and has one of torch's in front of it."""
+    """Return the class of a module, even while it is sharded and torch has put a class in front of it."""
     is_divided = hasattr(module, "unshard") and hasattr(module, "reshard")
     return type(module).__mro__[2 if is_divided else 0]

@@ -24,24 +24,24 @@ class PublicState:
     """
 
     task: str | None = None
-    """'fit', 'validate', 'predict' or 'lr_find'; `None`: nothing runs."""
+    """'fit', 'validate', 'predict' or 'lr_find'; `None` if nothing runs."""
     training: bool = False
-    """Whether the loop trains, rather than validates or predicts."""
+    """True while the loop trains, rather than validates or predicts."""
 
-    # How far the last fit has come
+    # The progress of the last fit
 
     n_fits: int = 0
-    """The fits that have ended."""
+    """The number of fits that have ended."""
     n_epoch: int | None = 0
-    """The epoch before which the fit ends; `None` where `n_steps` says how long it is."""
+    """The epoch before which the fit ends; `None` if `n_steps` limits it."""
     n_steps: int | None = None
-    """The optimizer steps of the fit, if it was given them."""
+    """The number of optimizer steps of the fit, if it is limited by them."""
     start_epoch: int = 0
     """The first epoch of the fit, or of its part in this process."""
     epoch: int = 0
     """The present epoch, from 0."""
     train_iter: int = 0
-    """Training batches since the fit began."""
+    """The number of training batches since the fit began."""
     pct_train: float = 0.0
     """The share of the fit's training that is done, from 0 to 1."""
 
@@ -52,9 +52,9 @@ class PublicState:
     n_iter: int | None = None
     """The number of its batches; `None` if it does not say."""
     first_iter: int = 0
-    """The place of the first batch that is read; it is not 0 where an epoch goes on in its middle."""
+    """The index of the first batch that is read; it is not 0 if an epoch is continued in its middle."""
     iter: int = 0
-    """The place of the batch among those that this process reads, from 0."""
+    """The index of the batch among those that this process reads."""
     batch: Any = None
     """The batch as the loader gave it, on the device."""
     batch_size: int = 0
@@ -68,52 +68,53 @@ class PublicState:
     output: Any = None
     """The whole output of the model."""
     loss: Tensor | Any = None
-    """The loss that is recorded, detached: a tensor, or `None` without targets. Training does not see it changed."""
+    """The recorded loss, detached: a tensor, or `None` without targets. Changing it does not affect training."""
     loss_grad: Tensor | Any = None
     """The loss that is differentiated."""
     loss_count: float | Tensor = 0
-    """The count that the batch's loss averages over: of samples, tokens, or the like."""
+    """The number of items in the mean of the batch's loss: of samples, tokens, or the like."""
 
     as_validated: Any = nullcontext
-    """A context, `with learn.as_validated():`, in which the model has the weights that are validated, as an average."""
+    """A context, `with learn.as_validated():`, in which the model has the validated weights, such as an average."""
 
     # The optimizer step
 
     step_batches: int = 1
-    """The batches of a step on this process, more than one with `GradientAccumulation`."""
+    """The number of batches of a step on this process, more than one with `GradientAccumulation`."""
     step_due: bool = True
-    """True where an optimizer step follows this batch."""
+    """True if an optimizer step follows this batch."""
 
 
 class RunState(PublicState):
-    """The attributes that a run sets, with those of this package, whose names begin with an underscore."""
+    """The attributes that a run sets, with the private ones of this package, whose names begin with an underscore."""
 
-    _dispatch: "Dispatch" = None  # type: ignore[assignment]  # who is called at which event; None: nothing runs
-    _in_fit: bool = False  # whether a fit is going on, whose random streams evaluation leaves alone
+    _dispatch: "Dispatch" = None  # type: ignore[assignment]  # calls the callbacks at each event; None: nothing runs
+    _in_fit: bool = False  # a fit is going on, whose random streams an evaluation restores
     _unpack: Any = None  # the `Unpacker` of the loader that is read
-    _batch_index: int = 0  # the place of the batch among those of all ranks
-    _position: "Position" = None  # type: ignore[assignment]  # the place in the training data of a fit
-    _gradient: "StepGradient | None" = None  # what makes a step's gradient; None: that of its only batch is
+    _batch_index: int = 0  # the index of the batch among those of all ranks
+    _position: "Position" = None  # type: ignore[assignment]  # the position in the training data of a fit
+    _gradient: "StepGradient | None" = None  # computes a step's gradient; None: it is that of the step's only batch
 
-    if TYPE_CHECKING:  # what lasts from run to run, and what of the Learner other parts of the package call
-        shards: "Shards | None"  # how the model is divided among the ranks; None: it is whole
-        mapped: "Mapped | None"  # where the parameters of a model are that is too large for a process
-        _agreement: "Agreement | None"  # what several ranks agree on; None: this process trains by itself
-        _loss_weighting: "LossWeight"  # counts what a batch's loss averages over
-        _scaler_state: dict[str, Any]  # of fp16's gradient scaler, between fits
-        _number: int  # of the learner among those of this process, in the order in which they are made
-        _workers: "Workers | None"  # of a notebook, which carry out the calls
+    # Attributes that last from run to run, and private methods of the Learner that other modules call.
+    if TYPE_CHECKING:
+        shards: "Shards | None"  # the division of the model among the ranks; None: it is whole
+        mapped: "Mapped | None"  # the files of the parameters of a model that is too large for a process
+        _agreement: "Agreement | None"  # the agreement of several ranks; None: this process trains by itself
+        _loss_weighting: "LossWeight"  # counts the items in the mean of a batch's loss
+        _scaler_state: dict[str, Any]  # the state of fp16's gradient scaler, between fits
+        _number: int  # the index of the learner among those of this process, in the order in which they are made
+        _workers: "Workers | None"  # the processes of a notebook that carry out the calls
 
-        # Runs, and brackets of the loop
+        # Runs, and levels of the loop
 
         _evaluate: Callable[[str, Any, Any], None]  # (task, loader, callbacks): a run without training
         _trying: Callable[[str, list["Callback"]], AbstractContextManager[Callable[..., None]]]  # a run without trace
         _events: Callable[[str, Callable[[], None], type[Exception]], None]  # (name, body, cancel)
 
         @property
-        def _by_closure(self) -> bool: ...  # whether `_step` gives the optimizer a closure
+        def _by_closure(self) -> bool: ...  # `_step` gives the optimizer a closure
 
-        # The seams of the loop, which a subclass may override
+        # Methods of the loop that a subclass may override
         _forward: Callable[[], None]
         _loss: Callable[[], None]
         _backward: Callable[[], None]
@@ -121,14 +122,14 @@ class RunState(PublicState):
         _zero_grad: Callable[[], None]
 
     def __init__(self) -> None:
-        for name in _NAMES:  # in the learner's own `__dict__`, with what else it has
+        for name in _NAMES:  # they are in the learner's own `__dict__`, with its other attributes
             setattr(self, name, getattr(RunState, name))
 
 
 _NAMES = (*PublicState.__annotations__, *RunState.__annotations__)
 
 COUNTERS = ("n_fits", "n_epoch", "n_steps", "epoch", "train_iter", "pct_train", "start_epoch")
-"""The attributes that stay after a fit, and that evaluation puts back."""
+"""The attributes that stay after a fit, and that an evaluation restores."""
 
 TRANSIENT = tuple(name for name in _NAMES if name not in COUNTERS)
-"""The attributes that every run puts back at its end."""
+"""The attributes that every run restores at its end."""

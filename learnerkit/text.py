@@ -20,7 +20,7 @@ def signal_name(signum: int) -> str:
 
 
 def killed_by(signum: int) -> str:
-    """Say in a few words which signal killed a process."""
+    """Describe in a few words which signal killed a process."""
     if signum == signal.SIGKILL:
         return "was killed by signal 9 (SIGKILL), as the kernel does when memory runs out (see dmesg),"
     return f"was killed by signal {signum} ({signal_name(signum)})"
@@ -31,7 +31,7 @@ def escaped_line(text: str) -> str:
     return escaped(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
-_SYNONYMS = (  # words of this library, and those of other libraries for the same
+_SYNONYMS = (  # each row has words with one meaning, from this library and others
     ("n_epoch", "epochs", "epoch", "n_epochs", "num_epochs", "nb_epoch", "max_epochs", "num_train_epochs"),
     ("n", "max_n", "nrows"),
     ("n_steps", "steps", "max_steps", "total_steps"),
@@ -51,7 +51,7 @@ _SYNONYMS = (  # words of this library, and those of other libraries for the sam
 
 
 def printable(text: str, limit: int = 200) -> str:
-    """Return `text` for a message: in one line, with escaped control characters, and of a long one the two ends."""
+    """Return `text` for a message: in one line, with escaped control characters; of a long text only the two ends."""
     if len(text) > limit:
         half = limit // 2
         text = f"{text[:half]} ... ({len(text)} characters) ... {text[-half:]}"
@@ -84,8 +84,8 @@ def format_time(seconds: float) -> str:
 
 
 def in_units(n_bytes: float) -> str:
-    """Bytes as a person reads them, such as 64 MB."""
-    # A unit from 0.976 of it on, as three digits would show 1,000 and more of the smaller one by an exponent.
+    """Return a number of bytes in a readable unit, such as 64 MB."""
+    # A unit is used from 0.976 of it on: three digits would show 1,000 and more of the smaller unit with an exponent.
     power = next((power for power in (4, 3, 2, 1) if n_bytes >= 999.5 * 1024 ** (power - 1)), 0)
     return f"{n_bytes / 1024**power:.3g} {('bytes', 'KB', 'MB', 'GB', 'TB')[power]}"
 
@@ -96,9 +96,9 @@ def columns(text: str) -> int:
 
 
 def in_one_line(error: BaseException) -> str:
-    """Return the class of an error and the line of its text that says what was wrong, safe to print."""
+    """Return the class of an error and the line of its text that describes it, safe to print."""
     text = str(error).strip()
-    if "Original Traceback" in text:  # from a loader's worker: the last line has the class and the text
+    if "Original Traceback" in text:  # the error is from a loader's worker: the last line has the class and the text
         line = text.rpartition("\n")[2]
     else:
         line = f"{type(error).__name__}: {text}".partition("\n")[0].removesuffix(": ")

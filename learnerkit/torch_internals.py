@@ -1,6 +1,6 @@
-"""Private names of torch, CPython and IPython that are needed, each as one named function.
+"""Private names of torch, CPython and IPython that this package needs, each wrapped in one function.
 
-A release may change any of them; `tests/test_torch_internals.py` says which name is gone.
+A release may change any of them; `tests/test_torch_internals.py` reports the names that are gone.
 """
 
 import linecache
@@ -40,25 +40,25 @@ Dropout = _DropoutNd
 
 
 def compiled_call(model: nn.Module) -> Callable | None:
-    """Return what a call of `model` runs instead of its own code, as `nn.Module.compile` has set it."""
+    """Return the function that a call of `model` runs instead of its own code, as set by `nn.Module.compile`."""
     return model._compiled_call_impl
 
 
 def set_compiled_call(model: nn.Module, call: Callable | None) -> None:
-    """Set what a call of `model` runs; `None` undoes `nn.Module.compile`, for which torch has no public way."""
+    """Set the function that a call of `model` runs; `None` undoes `nn.Module.compile`, which torch cannot undo."""
     model._compiled_call_impl = call
 
 
 def hook_tables(module: nn.Module) -> list[dict[int, Any]]:
-    """Return the tables of a module's own hooks, of forward and backward passes."""
+    """Return the tables of a module's own hooks, for forward and backward passes."""
     passes = module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
     return [hooks for hooks in passes if hooks is not None]
 
 
 def plain_call(model: nn.Module) -> Callable:
-    """Return what `nn.Module.compile` compiles: `forward` with its hooks.
+    """Return the function that `nn.Module.compile` compiles: `forward` with its hooks.
 
-    torch 2.10 does not compile a `forward` of torch's own, as nn.Sequential's is, unless code outside torch calls it.
+    torch 2.10 does not compile a `forward` of torch's own, such as nn.Sequential's, unless code outside torch calls it.
     """
     if model.forward.__module__.startswith("torch."):
         return lambda *args, **kwargs: model._call_impl(*args, **kwargs)
@@ -71,30 +71,30 @@ def without_compiler(model: nn.Module) -> nn.Module:
 
 
 def uncompiled() -> AbstractContextManager:
-    """A context in which compiled modules run their own code. It does not import torch's compiler, which is slow."""
+    """Return a context in which compiled modules run their own code. It does not import torch's slow compiler."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def scale_together(tensors: list[Tensor], factor: float | Tensor) -> None:
-    """Multiply tensors of one device and type in place, by one kernel for many of them."""
+    """Multiply tensors of one device and type in place, with one kernel for many of them."""
     torch._foreach_mul_(tensors, factor)
 
 
 def clip_elements(tensors: list[Tensor], most: float) -> None:
-    """Bring every element into the range from -most to most, in place, by few kernels."""
+    """Clamp every element to the range from -most to most, in place, with few kernels."""
     torch._foreach_clamp_min_(tensors, -most)
     torch._foreach_clamp_max_(tensors, most)
 
 
 def norms_of_each(tensors: list[Tensor], norm_type: float) -> list[Tensor]:
-    """Return the norm of each tensor, by few kernels."""
+    """Return the norm of each tensor, with few kernels."""
     return list(torch._foreach_norm(tensors, norm_type))
 
 
 def scale_down_each(tensors: list[Tensor], norms: list[Tensor], max_norm: float) -> None:
     """Scale each tensor whose norm is above `max_norm` down to it, in place, without a host-device sync."""
     factors = torch._foreach_mul(norms, 1.0)
-    torch._foreach_add_(factors, 1e-6)  # as in torch.nn.utils.clip_grad_norm_
+    torch._foreach_add_(factors, 1e-6)  # torch.nn.utils.clip_grad_norm_ does the same
     torch._foreach_reciprocal_(factors)
     torch._foreach_mul_(factors, max_norm)
     torch._foreach_clamp_max_(factors, 1.0)
@@ -104,21 +104,21 @@ def scale_down_each(tensors: list[Tensor], norms: list[Tensor], max_norm: float)
 # DistributedDataParallel
 
 check_reduced = DistributedDataParallel._check_reducer_finalized
-"""Raises RuntimeError where DDP has not averaged the gradients of the last backward pass, as it waits for some."""
+"""A check that raises RuntimeError if DDP has not averaged the gradients of the last backward pass."""
 
 
 def call_after_backward(call: Callable[[], Any]) -> None:
-    """Have the autograd engine call this at the end of the backward pass that is running."""
+    """Let the autograd engine call this at the end of the running backward pass."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 def is_backward_pass() -> bool:
-    """Tell whether the code runs within a backward pass, as where activations are computed again."""
+    """Tell whether the code runs within a backward pass, for example where activations are recomputed."""
     return torch._C._current_graph_task_id() != -1
 
 
 def remove_hooks(handles: Iterable[Any], tensors: Iterable[Tensor]) -> None:
-    """Remove hooks, and let tensors that have none be as before the first one: torch leaves them empty dictionaries."""
+    """Remove hooks from tensors, and the empty dictionaries that torch leaves on tensors without hooks."""
     for handle in handles:
         handle.remove()
     for t in tensors:
@@ -130,7 +130,7 @@ def remove_hooks(handles: Iterable[Any], tensors: Iterable[Tensor]) -> None:
 
 @contextmanager
 def hooks_left_out(params: Iterable[Tensor]) -> Iterator[None]:
-    """Have nobody who has a hook on some leaf tensors hear of their gradients in here."""
+    """Disable the gradient hooks of leaf tensors within this context."""
     found = [(hooks, dict(hooks)) for p in params for hooks in gradient_hooks(p) if hooks]
     for hooks, _ in found:
         hooks.clear()
@@ -142,12 +142,12 @@ def hooks_left_out(params: Iterable[Tensor]) -> Iterator[None]:
 
 
 def gradient_hooks(p: Tensor) -> tuple[Any, Any]:
-    """Return the tables of a tensor's hooks: on its gradient, and after the gradient is there; or `None`."""
+    """Return the tables of a tensor's gradient hooks and of its post-accumulate hooks; either may be `None`."""
     return p._backward_hooks, p._post_accumulate_grad_hooks
 
 
 def leaves_of(results: Iterable[Tensor]) -> set[Tensor]:
-    """Return the tensors with gradients of which some are functions, by a walk through their graphs."""
+    """Return the leaf tensors on which the results depend, by a walk through their graphs."""
     results = list(results)
     found, open_ = {t for t in results if t.is_leaf and t.requires_grad}, [t.grad_fn for t in results]
     seen = set[Any]()
@@ -163,15 +163,15 @@ def leaves_of(results: Iterable[Tensor]) -> set[Tensor]:
 
 
 def version_of(t: Tensor) -> int:
-    """Return a number that grows when a tensor is changed in place; of one made in `torch.inference_mode` it is 0."""
+    """Return a number that grows when a tensor is changed in place; 0 for a tensor of `torch.inference_mode`."""
     return 0 if t.is_inference() else t._version
 
 
 class BuffersKept:
-    """Keeps the values that the buffers of modules have now, and puts them back.
+    """Saves the present values of the buffers of modules, and restores them.
 
     Args:
-        modules: the modules, which have the names of all buffers that they will have; some may be `None` as yet.
+        modules: the modules, which have the names of all their future buffers; some buffers may still be `None`.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -181,7 +181,7 @@ class BuffersKept:
         self._copies: list[Tensor] = []
 
     def keep(self) -> None:
-        """Copy the values, by one kernel for many of them."""
+        """Copy the values, with one kernel for many of them."""
         self._now = [table[name] for table, name in self._places]
         found = [b for b in self._now if b is not None]
         if not found:
@@ -192,7 +192,7 @@ class BuffersKept:
             self._copies = [b.detach().clone() for b in found]
 
     def put_back(self) -> None:
-        """Put back the tensors, and the values that were copied last."""
+        """Restore the tensors, and the values that were copied last."""
         copies = iter(self._copies)
         for (table, name), b in zip(self._places, self._now, strict=True):
             table[name] = b
@@ -200,7 +200,7 @@ class BuffersKept:
                 b.detach().copy_(next(copies))
 
     def changed(self) -> list[dict[str, Any]]:
-        """Return the tables of buffers whose values are not those that were copied last. A host-device sync."""
+        """Return the tables of buffers whose values differ from the last copies. A host-device sync."""
         copies, found = iter(self._copies), dict[int, dict[str, Any]]()
         for (table, name), b in zip(self._places, self._now, strict=True):
             copy, now = None if b is None else next(copies), table[name]
@@ -214,9 +214,9 @@ class BuffersKept:
 
 
 def undo_fully_shard(modules: Iterable[nn.Module]) -> None:
-    """Undo `torch.distributed.fsdp.fully_shard`, all but its parameters, which stay in the modules.
+    """Undo `torch.distributed.fsdp.fully_shard`, except that its parameters stay in the modules.
 
-    torch has no such call. It may be called after an error in the middle of a pass.
+    torch has no such function. It may be called after an error in the middle of a pass.
     """
     from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
     from torch.distributed._composable_state import _module_state_mapping
@@ -231,7 +231,7 @@ def undo_fully_shard(modules: Iterable[nn.Module]) -> None:
         state: Any = _module_state_mapping.pop(module)()
         state._pre_forward_hook_handle.remove()
         state._post_forward_hook_handle.remove()
-        module.__class__ = type(module).__mro__[2]  # the first two are FSDP's
+        module.__class__ = type(module).__mro__[2]  # the first two classes are FSDP's
         for key in (STATE_KEY, REGISTRY_KEY):
             vars(module).pop(key, None)
         for part in module.modules():
@@ -240,10 +240,10 @@ def undo_fully_shard(modules: Iterable[nn.Module]) -> None:
 
 
 def forget_forward_passes(modules: Iterable[nn.Module]) -> None:
-    """Have FSDP2 forget the forward passes that no backward pass has followed, such as those of an evaluation.
+    """Let FSDP2 forget forward passes without a backward pass, such as those of an evaluation.
 
-    The next backward pass would gather parameters ahead by these notes, and ranks that have made other numbers of
-    passes would gather other ones, and wait for each other.
+    FSDP2 records them in order to gather parameters ahead in the next backward pass. Ranks with different numbers of
+    passes would gather different parameters, and wait for each other.
     """
     for module in modules:
         for group in _fsdp_groups(module):
@@ -252,13 +252,13 @@ def forget_forward_passes(modules: Iterable[nn.Module]) -> None:
 
 
 def reset_passes(modules: Iterable[nn.Module], kept: Collection[nn.Module] = ()) -> None:
-    """Have FSDP2 forget a pass that an error has ended, and free what it has gathered. Other ranks need not do so.
+    """Let FSDP2 forget a pass that an error has ended, and free what it has gathered; other ranks need not call this.
 
     torch has it from 2.13 on, as `reset_iter_state`.
 
     Args:
         modules: the units, and the outermost module.
-        kept: those of them that stay gathered, as they are on all ranks.
+        kept: the units that stay gathered, as they are on all ranks.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
@@ -281,24 +281,24 @@ def reset_passes(modules: Iterable[nn.Module], kept: Collection[nn.Module] = ())
 
 
 def make_outermost(model: nn.Module) -> None:
-    """Have FSDP2 take a module for the outermost one, as it else takes the first that is called."""
+    """Let FSDP2 treat a module as the outermost one; by default it takes the first that is called."""
     model._get_fsdp_state()._lazy_init()  # type: ignore[operator]
 
 
 def is_gathered(module: nn.Module) -> bool:
-    """Tell whether the parameters that FSDP2 gathers for a module are there."""
+    """Tell whether the parameters that FSDP2 gathers for a module are gathered now."""
     return all(group.is_unsharded for group in _fsdp_groups(module))
 
 
 def begin_backward_at(model: nn.Module, outputs: Iterable[Tensor]) -> None:
-    """Have FSDP2 begin the outermost module's part of a backward pass at outputs of parts of it."""
+    """Let FSDP2 begin the outermost module's part of a backward pass at outputs of its sub-modules."""
     state = model._get_fsdp_state()  # type: ignore[operator]
     for t in outputs:
         t.register_hook(state._pre_backward)
 
 
 class _Wrapped:
-    """Has a collective of FSDP2 made by a function, which gets what makes it."""
+    """A collective of FSDP2 that is run by a given function."""
 
     def __init__(self, inner: Any, run: Callable[[Callable[[], Any]], Any]) -> None:
         self.inner, self.run, self.allocate = inner, run, inner.allocate
@@ -312,11 +312,11 @@ def wrap_collectives(
     gather: Callable[[Callable[[], Any]], Any],
     scatter: Callable[[Callable[[], Any]], Any],
 ) -> Callable[[], None]:
-    """Have functions make each all-gather and each reduce-scatter of sharded modules; return what undoes it.
+    """Let functions run each all-gather and each reduce-scatter of sharded modules; return a function that undoes it.
 
     Args:
         modules: the modules.
-        gather, scatter: called with what makes the collective, whose result they return.
+        gather, scatter: called with a function that makes the collective, whose result they return.
     """
     found = [group for module in modules for group in _fsdp_groups(module)]
     for group in found:
@@ -336,7 +336,7 @@ def time_collectives(
     gather: Callable[[], AbstractContextManager],
     scatter: Callable[[], AbstractContextManager],
 ) -> Callable[[], None]:
-    """Enter contexts for each all-gather and each reduce-scatter of sharded modules; return what undoes it."""
+    """Enter contexts for each all-gather and reduce-scatter of sharded modules; return a function that undoes it."""
 
     def within(context: Callable[[], AbstractContextManager]) -> Callable[[Callable[[], Any]], Any]:
         def run(collective: Callable[[], Any]) -> Any:
@@ -349,10 +349,10 @@ def time_collectives(
 
 
 class CollectivesDone:
-    """Counts, while it is entered, the collectives of sharded modules, and leaves those out that are done already.
+    """Counts the collectives of sharded modules within its context, and skips those that were already made.
 
-    So a rank can make the rest of a pass that an error has ended: it begins anew, on a smaller batch, and takes part in
-    the collectives that it has not yet made. What it gathers before is without values.
+    So a rank can finish a pass that an error has ended: it starts the pass again, on a smaller batch, and joins only
+    the collectives that it has not yet made. The parameters of the skipped ones have no values.
 
     Args:
         modules: the units, and the outermost module.
@@ -363,7 +363,7 @@ class CollectivesDone:
         self._n = self._done = 0
 
     def begin_again(self) -> None:
-        """Leave out as many collectives as there were so far."""
+        """Skip as many collectives as there were so far."""
         self._n, self._done = 0, max(self._n, self._done)
 
     def __enter__(self) -> "CollectivesDone":
@@ -379,7 +379,7 @@ class CollectivesDone:
 
 
 def _fsdp_groups(module: nn.Module) -> list[Any]:
-    """The groups of parameters that FSDP2 gathers for a module: one at most, but for versions before 2.11."""
+    """Return the groups of parameters that FSDP2 gathers for a module: at most one, except in versions before 2.11."""
     state: Any = module._get_fsdp_state()  # type: ignore[operator]
     found = getattr(state, "_fsdp_param_groups", None)
     return [group for group in (found if found is not None else [state._fsdp_param_group]) if group is not None]
@@ -391,7 +391,7 @@ def _fsdp_groups(module: nn.Module) -> list[Any]:
 def read_archive(file: BinaryIO) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the programs in an archive of torch.export, and its extra files, both by their names.
 
-    `torch.export.load` would take an archive that it cannot read for one of an older format, which has pickles.
+    `torch.export.load` treats an archive that it cannot read as one of an older format, which has pickles.
     """
     from torch.export.pt2_archive._package import load_pt2
 
@@ -400,7 +400,7 @@ def read_archive(file: BinaryIO) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def forget_guards(program: Any) -> None:
-    """Let a program forget the checks of its inputs that are text to be evaluated; those by shape stay."""
+    """Remove the input checks of a program that are text to be evaluated; those by shape stay."""
     program._guards_code.clear()
 
 
@@ -413,36 +413,36 @@ def default_store() -> dist.Store:
 
 
 def default_timeout() -> timedelta:
-    """Return how long torch lets a collective wait by default."""
+    """Return torch's default timeout of a collective."""
     return dist.distributed_c10d.default_pg_timeout
 
 
 def compare_calls(timeout: timedelta) -> None:
-    """Have torch compare what the ranks call before each collective of the default group that is of gloo's.
+    """Let torch compare the ranks' calls before each collective of the default gloo group; every rank must reach this.
 
-    As under TORCH_DISTRIBUTED_DEBUG=DETAIL, but for this group alone. Of calls that differ gloo itself ends the process
-    if one rank sends more than another expects, and gives wrong numbers if it sends less. Every rank must reach this.
+    It works as under TORCH_DISTRIBUTED_DEBUG=DETAIL, but for this group alone. For different calls gloo itself ends the
+    process if one rank sends more than another expects, and returns wrong numbers if it sends less.
 
     Args:
-        timeout: how long the comparison may wait.
+        timeout: the time that the comparison may wait.
     """
     c10d, cpu = dist.distributed_c10d, torch.device("cpu")
     group = c10d._get_default_group()
     backend = group._get_backend(cpu)
-    if isinstance(backend, dist.ProcessGroupGloo):  # not yet compared
+    if isinstance(backend, dist.ProcessGroupGloo):  # the calls are not compared yet
         store, rank, size = default_store(), dist.get_rank(), dist.get_world_size()
         wrapper = c10d._create_process_group_wrapper(backend, "learnerkit", store, rank, size, timeout)
-        # Of a type of its own: torch would take the backend that it has of a type that it knows.
+        # The wrapper is registered under a separate type: for a known type torch would use its present backend.
         group._register_backend(cpu, dist.ProcessGroup.BackendType.CUSTOM, wrapper)
 
 
 def abort_nccl() -> None:
-    """End the waits of the default group's NCCL collectives. Not yet run on two GPUs."""
+    """Abort the waiting NCCL collectives of the default group. This has not yet been run on two GPUs."""
     dist.distributed_c10d._get_default_group()._get_backend(torch.device("cuda")).abort()
 
 
 def host_store(listener: socket.socket, world_size: int | None = None, seconds: float = 300.0) -> dist.Store:
-    """Serve a store on a socket of ours, which it then closes: torch's own would listen on every interface."""
+    """Serve a store on our socket, which it then closes: torch's own socket would listen on every interface."""
     host, port = listener.getsockname()[:2]
     return dist.TCPStore(
         host, port, world_size, is_master=True, master_listen_fd=listener.detach(), wait_for_workers=False,
@@ -451,10 +451,10 @@ def host_store(listener: socket.socket, world_size: int | None = None, seconds: 
 
 
 class CollectiveRefusal(TorchDispatchMode):
-    """While it is entered, torch.distributed's own functions raise: they go through torch's dispatcher.
+    """A context in which torch.distributed's functions raise an error: they go through torch's dispatcher.
 
     Args:
-        error: makes the error from the name of the function that was called.
+        error: makes the error from the name of the called function.
     """
 
     def __init__(self, error: Callable[[str], Exception]) -> None:
@@ -471,32 +471,32 @@ class CollectiveRefusal(TorchDispatchMode):
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts, while it is entered, the bytes of the tensors that torch's operations make, until they are freed.
+    """Counts, within its context, the bytes of the tensors that torch's operations create, until they are freed.
 
-    A storage counts once, however many tensors share it. What a kernel takes for itself while it runs is not seen, nor
-    is memory that the allocator keeps. Operations take some 20 microseconds longer.
+    A storage counts once, however many tensors share it. Memory inside running kernels, and memory that the allocator
+    keeps, is not counted. Operations take some 20 microseconds longer.
 
     Attributes:
-        now: bytes that are alive.
-        peak: the most that were alive at a time.
+        now: the number of live bytes.
+        peak: the greatest number of live bytes.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.now = self.peak = 0
-        self._sizes: dict[int, tuple[weakref.ref, int]] = {}  # by the id of a storage
+        self._sizes: dict[int, tuple[weakref.ref, int]] = {}  # keyed by the id of a storage
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        """Run an operation of torch's, and note the tensors that it returns."""
+        """Run an operation of torch's, and count the tensors that it returns."""
         found = func(*args, **(kwargs or {}))
         self.note(x for x in pytree.tree_leaves(found) if isinstance(x, Tensor))
         return found
 
     def note(self, tensors: Iterable[Tensor]) -> None:
-        """Count these tensors, too: those that were made before."""
+        """Count these tensors, too, which were created earlier."""
         for t in tensors:
             if t.layout is not torch.strided:
-                continue  # it has no storage: its parts are tensors, which operations have made
+                continue  # it has no storage: its parts are tensors that operations have created
             storage = t.untyped_storage()
             key, size = id(storage), storage.nbytes()
             known = self._sizes.get(key)
@@ -508,7 +508,7 @@ class LiveBytes(TorchDispatchMode):
         self.changed()
 
     def changed(self) -> None:
-        """Do what is to be done when `now` may have grown: nothing here."""
+        """Do nothing; a subclass may override this to learn that `now` may have grown."""
 
     def _forgetter(self, key: int) -> Any:
         def forget(_: Any) -> None:
@@ -518,9 +518,9 @@ class LiveBytes(TorchDispatchMode):
 
 
 def fake_mode() -> Any:
-    """A context in which operations make tensors with shapes and types and without memory.
+    """Return a context in which operations create tensors with shapes and types and without memory.
 
-    Its method `from_tensor` makes one that is like another tensor.
+    Its method `from_tensor` creates one that is like another tensor.
     """
     return FakeTensorMode()
 
@@ -529,7 +529,7 @@ def fake_mode() -> Any:
 
 
 def own_tensors(module: nn.Module) -> list[Tensor]:
-    """The parameters and buffers of a module, without those of modules in it; torch's iterators are slow."""
+    """Return the parameters and buffers of a module, without those of its sub-modules; torch's iterators are slow."""
     return [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
 
 
@@ -545,7 +545,7 @@ def workers_of(iterator: Any) -> Sequence[Any]:
 
 def set_worker_dataset(dataset: Any) -> None:
     """Let `torch.utils.data.get_worker_info()` return this dataset in the loader's worker that calls it."""
-    object.__setattr__(loader_worker._worker_info, "dataset", dataset)  # it is frozen
+    object.__setattr__(loader_worker._worker_info, "dataset", dataset)  # the object is frozen
 
 
 # Threads and frames
@@ -555,12 +555,12 @@ _DDP = DistributedDataParallel.forward.__code__.co_filename
 
 
 def waits_for_ranks(frame: FrameType | None, own: Collection[CodeType], depth: int = 4) -> bool:
-    """Tell whether a thread is in a collective, or in a backward pass, which holds one.
+    """Tell whether a thread is in a collective, or in a backward pass, which contains one.
 
     Args:
-        frame: the thread's innermost.
+        frame: the thread's innermost frame.
         own: the code of this package's functions that wait for other ranks.
-        depth: how many frames to look at.
+        depth: the number of frames to check.
     """
     for _ in range(depth):
         if frame is None:
@@ -578,12 +578,12 @@ def frame_of_thread(thread: int) -> FrameType | None:
 
 
 def await_thread_list_lock() -> None:
-    """Wait until nobody holds the interpreter's lock around its list of threads."""
-    sys._current_frames()  # takes it
+    """Wait until the interpreter's lock around its list of threads is free."""
+    sys._current_frames()  # this call acquires the lock
 
 
 def caller(level: int) -> FrameType:
-    """Return the frame of the function `level` calls above the one that asks."""
+    """Return the frame of the function `level` calls above the caller."""
     return sys._getframe(level + 1)
 
 
@@ -591,7 +591,7 @@ def caller(level: int) -> FrameType:
 
 
 def typed_sources() -> dict[str, tuple]:
-    """Return linecache's entries of what was typed rather than read from a file, such as the cells of a notebook."""
+    """Return linecache's entries of code that was typed, such as a notebook's cells, rather than read from a file."""
     return {name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None}
 
 
@@ -602,7 +602,7 @@ def add_typed_sources(sources: dict[str, tuple]) -> None:
 
 def cell_title(shell: Any, name: str) -> str:
     """Return a cell's title in IPython's tracebacks ('Cell In[3]') for the name of its code; '' for other names."""
-    format_name = getattr(getattr(shell, "compile", None), "format_code_name", None)  # not in IPython 7
+    format_name = getattr(getattr(shell, "compile", None), "format_code_name", None)  # IPython 7 does not have it
     return " ".join(format_name(name) or ()) if format_name is not None else ""
 
 

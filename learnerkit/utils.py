@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 
 def itself(x: Any) -> Any:
-    """Return what it gets."""
+    """Return the argument."""
     return x
 
 
 def listify(x: Any) -> list:
-    """Return a list: empty for `None`, of the items of a collection or a generator, or of anything else as one item.
+    """Return a list: empty for `None`, of the items of a collection or a generator, or with the argument as one item.
 
-    A str, a mapping, a tensor and a callable (a class, a function, a module) are one item.
+    A str, a mapping, a tensor and a callable (a class, a function, a module) are single items.
     """
     if x is None:
         return []
@@ -57,11 +57,11 @@ _R = TypeVar("_R")
 
 
 def suggests_keywords(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Have a function name the keyword that was meant where it gets one that it does not take."""
+    """Return a function that, for an unknown keyword argument, raises an error with the nearest known one."""
     parameters = signature(function).parameters
     takes = list(parameters)
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return function  # which knows itself what it passes on
+        return function  # it checks the keywords that it passes on itself
 
     @wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -72,7 +72,7 @@ def suggests_keywords(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def check_keywords(who: str, given: Iterable[str], takes: Sequence[str]) -> None:
-    """Refuse keywords that `who` does not take, in Python's words and with the nearest of those that it takes."""
+    """Refuse keywords that `who` does not take, with Python's message and the nearest keyword that it takes."""
     for name in given:
         if name not in takes:
             raise TypeError(
@@ -87,21 +87,21 @@ def check_keywords(who: str, given: Iterable[str], takes: Sequence[str]) -> None
 
 
 def add_note_once(error: BaseException, note: str) -> None:
-    """Add `note` to `error` unless it has a note of the same kind (with the same first two words) already."""
+    """Add `note` to `error`, unless it has a note of the same kind (with the same first two words)."""
     kind = " ".join(note.split()[:2])
     if not any(n.startswith(kind) for n in getattr(error, "__notes__", ())):
         error.add_note(note)
 
 
 def forget_frames(error: BaseException | None) -> None:
-    """Drop what the frames of an error, and of those behind it, refer to; frames that still run keep it."""
+    """Clear the local variables in the frames of an error and of its causes; frames that still run keep theirs."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
 
 
 def warn(message: str) -> None:
-    """Warn, and name the line outside this package that led here; control characters are escaped."""
+    """Warn, with the line outside this package that led here; control characters are escaped."""
     level = 1
     while (frame := caller(level)).f_back is not None and frame.f_globals.get("__name__", "").startswith("learnerkit."):
         level += 1
@@ -122,11 +122,11 @@ def describe(x: Any) -> str:
 
 
 def same(a: Any, b: Any, depth: int = 8) -> bool:
-    """Tell whether two nested values are equal; of tensors on a device this is a host-device sync.
+    """Tell whether two nested values are equal; for tensors on a device this is a host-device sync.
 
     Args:
-        a, b: the values. A NaN equals a NaN in a tensor; of objects without an `__eq__` the attributes are compared.
-        depth: how deep to look; what lies deeper counts as equal.
+        a, b: the values. NaNs are equal in tensors; objects without an `__eq__` are compared by their attributes.
+        depth: the depth of the comparison; deeper values count as equal.
     """
     if a is b or not depth:
         return True
@@ -153,9 +153,9 @@ _WEIGHTS = 2**16
 def digests(tensors: Iterable[Tensor]) -> list[int]:
     """Return a 64-bit digest of the bits of each tensor, so that equal NaNs are equal and 0.0 and -0.0 are not.
 
-    Multilinear hashing (Lemire and Kaser, https://arxiv.org/abs/1202.4961): a sum of words of up to 32 bits, each
-    times a random odd 64-bit number of its place, modulo 2**64. Integer sums are the same in any order. A change in
-    one word always shows, others with a chance of about 1 - 2**-32. Waits for each device once.
+    The method is multilinear hashing (Lemire and Kaser, https://arxiv.org/abs/1202.4961): a sum of words of up to 32
+    bits, each times a random odd 64-bit number of its place, modulo 2**64. Integer sums are the same in any order. A
+    change in one word always shows, others with a chance of about 1 - 2**-32. It waits for each device once.
 
     Args:
         tensors: of any shapes and types, on any devices; shapes and types themselves are not in the digest.
@@ -169,7 +169,7 @@ def digests(tensors: Iterable[Tensor]) -> list[int]:
 
 
 def _words(t: Tensor) -> Tensor:
-    """The bits of a tensor as a row of integers of at most 32 bits."""
+    """Return the bits of a tensor as a row of integers of at most 32 bits."""
     row = t.resolve_conj().resolve_neg().reshape(-1)
     return row.view({1: torch.uint8, 2: torch.int16}.get(t.itemsize, torch.int32))
 
@@ -179,7 +179,7 @@ def _weighted_sum(words: Tensor, weights: Tensor) -> Tensor:
     if len(words) <= size:
         return (words * weights[: len(words)]).sum()
     whole = len(words) // size * size
-    # The products take 8 bytes each: a CPU has cache for one row, an accelerator wants many at once (32 MiB).
+    # The products take 8 bytes each: the cache of a CPU holds one row, an accelerator needs many at once (32 MiB).
     rows = words[:whole].view(-1, size).split(1 if words.device.type == "cpu" else 64)
     sums = [(block * weights).sum(1) for block in rows]
     return _weighted_sum(torch.cat([*sums, _weighted_sum(words[whole:], weights)[None]]), weights)
@@ -199,7 +199,7 @@ _OTHERS = (
 
 
 def library_of(x: Any) -> str:
-    """Return the other training library that an object, a class or a function was made for, or ''."""
+    """Return the name of the other training library that an object, a class or a function was made for, or ''."""
     named = x if isinstance(x, type) or hasattr(x, "__qualname__") else type(x)
     modules = [kind.__module__ or "" for kind in getattr(named, "__mro__", [named])]
     packages = [module.partition(".")[0] for module in modules]
@@ -218,11 +218,11 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def overrides(learn: "Learner", *seams: str) -> bool:
-    """Tell whether a learner's class, or the present run, has its own version of one of these methods of the Learner.
+    """Tell whether a learner's class, or the present run, replaces one of these methods of the Learner.
 
-    The present run has that of `_step` where an optimizer needs a closure, and a `_backward` that a user has assigned.
+    The present run may replace `_step`, if an optimizer needs a closure, and a user may assign `_backward`.
     """
-    given = vars(learn).keys() & {"_backward", "_step"}  # of the others `DataParallelCallback` puts its own there
+    given = vars(learn).keys() & {"_backward", "_step"}  # other methods may be replaced by `DataParallelCallback`
     for seam in seams:
         found = [vars(kind)[seam] for kind in type(learn).__mro__ if seam in vars(kind)]
         if seam in given or found[0] is not found[-1]:  # the last one is the Learner's
@@ -231,7 +231,7 @@ def overrides(learn: "Learner", *seams: str) -> bool:
 
 
 def own_loss_arguments(loss_func: Any, model: nn.Module) -> list[str] | None:
-    """Return what a model that makes its own loss takes by position, by name; `None` where there is a `loss_func`."""
+    """Return the names of the positional arguments of a model with its own loss; `None` if there is a `loss_func`."""
     if loss_func is not None:
         return None
     try:
@@ -242,10 +242,10 @@ def own_loss_arguments(loss_func: Any, model: nn.Module) -> list[str] | None:
 
 
 def spanned_devices(model: nn.Module) -> list[torch.device]:
-    """Return the devices of a model that spans several and must stay there, accelerators first; none of another model.
+    """Return the devices of a model that must stay on several, accelerators first; an empty list for other models.
 
-    Such a model has been placed by transformers or accelerate, which leave an `hf_device_map`, or has parameters on
-    several accelerators.
+    Such a model was placed by transformers or accelerate, which leave an `hf_device_map`, or has parameters on several
+    accelerators.
     """
     maps = [found for m in model.modules() if isinstance(found := getattr(m, "hf_device_map", None), Mapping)]
     names = dict.fromkeys(str(name) for found in maps for name in found.values())
@@ -259,7 +259,7 @@ _HOST = ("cpu", "meta")
 
 @contextmanager
 def training_modes(model: nn.Module) -> Iterator[None]:
-    """Restore at the end the train or eval mode of every module in `model`."""
+    """Restore the train or eval mode of every module in `model` at the end of the context."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         yield
@@ -269,7 +269,7 @@ def training_modes(model: nn.Module) -> Iterator[None]:
 
 
 def is_placed(modules: Iterable[nn.Module], device: torch.device) -> bool:
-    """Tell whether all tensors of these modules are on this device, and have their shapes."""
+    """Tell whether all tensors of these modules are on this device and have shapes."""
     for module in modules:
         for t in own_tensors(module):
             if t.device != device or is_lazy(t):
@@ -283,11 +283,11 @@ def host_copy(t: Tensor) -> Tensor:
 
 
 def restorer(x: Any, keep: Callable[[Tensor], Tensor] = host_copy) -> Callable[[], Any]:
-    """Return a function that returns `x` as it is now; it gives the tensors in it, in place, their present values.
+    """Return a function that restores the present values of the tensors in `x`, in place, and returns `x` as it is now.
 
     Args:
         x: nested containers of tensors and other values.
-        keep: copies a tensor.
+        keep: the function that copies a tensor.
     """
     if isinstance(x, Tensor):
         values = keep(unexpanded(x))
@@ -318,7 +318,7 @@ def unexpanded(x: Tensor) -> Tensor:
 
 
 class PlainLock:
-    """A lock that a thread may take again and again. A copy, in another process too, is a lock of its own."""
+    """A lock that a thread may acquire repeatedly. A copy, also in another process, is a separate lock."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -334,32 +334,32 @@ class PlainLock:
 
 
 def memory_of(device: torch.device) -> int:
-    """The bytes of memory of a device; of the host, those that each of its processes that train may use."""
+    """Return the bytes of memory of a device; for the host, the bytes that each training process on it may use."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     found, groups = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")], ""
-    with suppress(OSError):  # control groups are Linux's
+    with suppress(OSError):  # only Linux has control groups
         groups = Path("/proc/self/cgroup").read_text(encoding="utf-8")
     for line in groups.splitlines():
         _, kinds, path = line.split(":", 2)
         root, name = ("memory", "memory.limit_in_bytes") if kinds else ("", "memory.max")
         group = Path("/sys/fs/cgroup", root, path.lstrip("/"))
         for folder in (group, *group.parents) if kinds in ("", "memory") else ():
-            with suppress(OSError, ValueError):  # it may be 'max'
+            with suppress(OSError, ValueError):  # the limit may be 'max'
                 found.append(int((folder / name).read_text(encoding="utf-8")))
     shared = min(found) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)  # of a process, as `ulimit -v` sets it
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)  # the limit of a process, as set by `ulimit -v`
     return shared if limit == resource.RLIM_INFINITY else min(shared, limit)
 
 
 def free_memory(device: torch.device) -> int:
-    """The bytes of memory of a device that are free; of the host, those that this process may still take."""
+    """Return the free bytes of memory of a device; for the host, the bytes that this process may still take."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     found = [os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY:
-        with suppress(OSError):  # it is Linux's
+        with suppress(OSError):  # only Linux has this file
             taken = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0]) * resource.getpagesize()
             found.append(max(0, limit - taken))
     return min(found)
@@ -372,7 +372,7 @@ def ipython_shell() -> Any:
 
 
 def front_end() -> str:
-    """Tell what runs this code: 'notebook' (a Jupyter kernel), 'prompt' (python's or IPython's), or '' (a script)."""
+    """Return what runs this code: 'notebook' (a Jupyter kernel), 'prompt' (python's or IPython's), or '' (a script)."""
     shell = ipython_shell()
     if shell is not None:
         return "notebook" if getattr(shell, "kernel", None) is not None else "prompt"

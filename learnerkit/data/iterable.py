@@ -69,7 +69,7 @@ def read_on(
         source.load_state_dict(deepcopy(state))  # the source may change the object that it gets
     if at_end:
         before = seeds.seed_states()
-        for _ in range(2):  # a second time if the source has only ended the last epoch
+        for _ in range(2):  # the second time is needed if the source has only ended the last epoch
             seeds.set_seed_states(before)
             with _workers_seeded_apart(loader, quiet):
                 batches = iter(loader)

@@ -119,8 +119,8 @@ class DataLoaders:
         self.batch_size, self.batch_dim = batch_size, batch_dim
         self.decode, self._classes = decode, None if classes is None else list(classes)
         self._device = torch.device(device) if device is not None else None
-        self._pins = False  # whether to use pinned memory on a CUDA device
-        self._said = False  # whether the user was warned of a doubtful number of samples
+        self._pins = False  # use pinned memory on a CUDA device
+        self._said = False  # the user was warned of a doubtful number of samples
         self._inputs: tuple[Any, CollateInputs] | None = None  # a loader, and the collate function for its inputs
         self._twins: dict[tuple[Any, ...], tuple[Any, DataLoader[Any]]] = {}  # loaders with their copies, by id and use
 

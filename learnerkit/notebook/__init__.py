@@ -1,1 +1,1 @@
-"""DDP from a notebook cell or a Python prompt: a kernel starts worker processes, which train."""
+"""DDP from a notebook cell or a Python prompt: the kernel starts worker processes, which train."""

@@ -1,8 +1,8 @@
 """DDP from a notebook cell or a Python prompt: worker processes train, and the trained learner comes back.
 
-The kernel is not a rank. With each call it sends the learner to workers that live as long as the context, shows what
-rank 0 prints and displays, and puts rank 0's weights and attributes into its own learner. Workers are fresh
-interpreters, so the kernel may have used CUDA before.
+The kernel is not a rank. With each call it sends the learner to workers that live as long as the context, shows the
+output of rank 0, and copies rank 0's weights and attributes into its own learner. Workers are fresh interpreters, so
+the kernel may have used CUDA before.
 """
 
 import json
@@ -40,8 +40,8 @@ from learnerkit.utils import front_end, ipython_shell, same, warn
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
 
-FOLLOW_SECONDS = 15.0  # after a worker has failed: for the others to end the call by themselves
-LEAVE_SECONDS = 5.0  # when the context is left: for workers to end
+FOLLOW_SECONDS = 15.0  # seconds that the other workers get to end the call after one has failed
+LEAVE_SECONDS = 5.0  # seconds that workers get to end when the context is left
 
 _START = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -51,7 +51,7 @@ _START = (
 
 
 class WorkerTraceback(Exception):
-    """The cause of an error that a worker raised: its traceback there."""
+    """The traceback of an error in its worker, as the cause of the error in the kernel."""
 
 
 def distrib_ctx(learn: "Learner", nproc: int | None = None, **kwargs: Any) -> AbstractContextManager["Learner"]:
@@ -108,15 +108,17 @@ def distrib_ctx(learn: "Learner", nproc: int | None = None, **kwargs: Any) -> Ab
 
 
 class _WorkerProcess:
-    """A notebook worker, seen from the kernel."""
+    """A notebook worker, as the kernel sees it."""
 
     def __init__(self, rank: int, process: subprocess.Popen[bytes], connection: Connection) -> None:
         self.rank, self.process, self.connection = rank, process, connection
-        self.state = "idle"  # 'called', then the messages 'loaded', 'running' and 'done' of its `CallServer`; or 'dead'
-        self.failure: tuple[ExceptionReport, bytes] | None = None  # of an error in this call, which is pickled
-        self.path: str | None = None  # the file with what the call has changed, from rank 0
-        self.killed = False  # because it did not end the call
-        self.last_lines: deque[str] = deque(maxlen=30)  # what it has printed
+        # 'idle', 'called', the messages 'loaded', 'running' and 'done' of its `CallServer`, or 'dead'.
+        self.state = "idle"
+        # The report of an error in this call, and the pickled error.
+        self.failure: tuple[ExceptionReport, bytes] | None = None
+        self.path: str | None = None  # the file with the changes of the call, from rank 0
+        self.killed = False  # it was killed because it did not end the call
+        self.last_lines: deque[str] = deque(maxlen=30)  # the last lines that it has printed
         self._decoder = getincrementaldecoder("utf-8")("replace")
         if process.stdout is not None:
             os.set_blocking(process.stdout.fileno(), False)
@@ -133,25 +135,25 @@ class _WorkerProcess:
                 yield self.connection.recv()
 
     def read_output(self) -> str:
-        """Read what it has written to its file descriptors, if that does not go to the terminal."""
+        """Read the output on its file descriptors, if that does not go to the terminal."""
         found = b""
         while self.process.stdout is not None and (chunk := self.process.stdout.read(1 << 16)):
             found += chunk
         return self._decoder.decode(found)
 
     def kill(self) -> None:
-        """End it at once, and its loader workers."""
+        """Kill it and its loader workers."""
         kill_group(self.process.pid)
         self.process.wait()
 
 
 class Workers:
-    """The processes that train for a learner: a context that starts and ends them.
+    """The processes that train for a learner; as a context it starts and ends them.
 
     Args:
         learn: the learner whose methods they carry out.
-        nproc: how many, one for each rank.
-        options: those of the `DistributedCallback`.
+        nproc: the number of processes, one for each rank.
+        options: the arguments of the `DistributedCallback`.
         front: 'notebook' or 'prompt'.
     """
 
@@ -159,12 +161,12 @@ class Workers:
         self.learn, self.nproc, self.options, self.front = learn, nproc, options, front
         self._processes: list[_WorkerProcess] = []
         self._store: dist.Store | None = None
-        self._random_states: tuple | None = None  # as the last call has left them
+        self._random_states: tuple | None = None  # the random states that the last call has left
         self._stops, self._stop_sent = 0, False
-        self._deadline = float("inf")  # when those that have not ended the call are killed
+        self._deadline = float("inf")  # the time at which workers that have not ended the call are killed
 
     def __reduce__(self) -> tuple:
-        return type(None), ()  # a worker's learner has none
+        return type(None), ()  # a worker's learner has no workers
 
     def __enter__(self) -> "Learner":
         if self.learn._workers is not None:
@@ -182,7 +184,8 @@ class Workers:
     def _start(self) -> None:
         with socket.create_server((LOOPBACK, 0)) as listener:
             port = listener.getsockname()[1]
-            self._store = torch_internals.host_store(listener, self.nproc)  # here, as it must outlive any worker
+            # The kernel hosts it, as it must outlive any worker.
+            self._store = torch_internals.host_store(listener, self.nproc)
         self._random_states = None
         try:
             with self._counted_stops():
@@ -190,7 +193,7 @@ class Workers:
                     self._processes.append(self._start_one(rank, port))
             if self._stops:
                 raise KeyboardInterrupt
-        except BaseException:  # or too many open files
+        except BaseException:  # for example, there are too many open files
             self._end()
             raise
 
@@ -213,13 +216,13 @@ class Workers:
         return _WorkerProcess(rank, process, mine)
 
     def _end(self) -> None:
-        with self._counted_stops():  # so that none keeps this from ending all workers
+        with self._counted_stops():  # a stop must not prevent the end of all workers
             for p in self._processes:
                 p.send("end")
             end = time.monotonic() + LEAVE_SECONDS
             try:
                 while any(p.state != "dead" for p in self._processes) and time.monotonic() < end and not self._stops:
-                    self._take_messages(0.05)  # what exit hooks print
+                    self._take_messages(0.05)  # exit hooks may print
             finally:
                 for p in self._processes:
                     p.kill()
@@ -232,11 +235,11 @@ class Workers:
     # A call
 
     def call(self, method: Callable, args: tuple, kwargs: dict) -> Any:
-        """Have the workers carry out a method of the learner, bring back what it has changed, and return its result.
+        """Let the workers carry out a method of the learner, copy its changes back, and return its result.
 
         Raises:
-            TypeError: something cannot be sent.
-            Exception: the first that a worker raised; its cause shows the traceback there.
+            TypeError: an object cannot be sent.
+            Exception: the first error of a worker; its cause shows the traceback there.
             RuntimeError: a worker died, or did not end the call.
             KeyboardInterrupt: Ctrl-C or the Stop button.
         """
@@ -244,7 +247,7 @@ class Workers:
         if not self._processes:
             self._start()
         args, kwargs = tuple(map(_listed, args)), {name: _listed(value) for name, value in kwargs.items()}
-        # If the kernel's generators have not moved since the last call, each worker goes on with its own.
+        # If the kernel's generators have not moved since the last call, each worker continues with its own.
         states = settings.get_random_states()
         moved = not same(states, self._random_states)
         call = transfer.Call(self.learn, method, args, kwargs, self.options)
@@ -257,13 +260,14 @@ class Workers:
                     self._send("load", path, *settings.get_surroundings())
                     loaded = self._wait_for("loaded")
                 if not loaded or self._stops:
-                    self._send("drop")  # to which they do not answer
+                    self._send("drop")  # they do not answer this
                 else:
                     self._send("go")
                     self._wait_for("done")
                 back = self._processes[0].path
                 result = transfer.bring_back(back, self.learn, shared) if back is not None else None
-        except BaseException:  # of the kernel, such as its logger's; the next call would get these workers' answers
+        # An error in the kernel, such as its logger's; the next call would get these workers' answers.
+        except BaseException:
             self._end()
             raise
         self._random_states = settings.get_random_states()
@@ -293,14 +297,14 @@ class Workers:
         sources: list[Any] = [f for p in living for f in (p.connection, p.process.stdout) if f is not None]
         connection.wait(sources, seconds)
         for p in living:
-            # Ask this first, so that no message is missed. The connection does not tell: a loader worker may still
-            # have it open.
+            # The process is polled first, so that no message is missed. The connection does not show its end: a loader
+            # worker may still have it open.
             ended = p.process.poll() is not None
             for message in p.receive():
                 self._handle(p, *message)
             if (text := p.read_output()) and not p.rank:
                 print(text, end="", file=sys.stderr, flush=True)
-            p.last_lines.extend(text.splitlines() if p.rank else ())  # for the error, if it dies
+            p.last_lines.extend(text.splitlines() if p.rank else ())  # kept for the error message if the worker dies
             if ended:
                 p.kill()
                 p.state = "dead"
@@ -335,14 +339,14 @@ class Workers:
 
     @contextmanager
     def _counted_stops(self) -> Iterator[None]:
-        """Count Ctrl-C and the Stop button, which would raise KeyboardInterrupt in the middle of anything."""
+        """Count stops (Ctrl-C, the Stop button), each of which would raise KeyboardInterrupt at any point."""
         self._stops = 0
         last = 0.0
 
         def count(*_: object) -> None:
             nonlocal last
             now = time.monotonic()
-            self._stops += now - last > 0.3  # several in a moment are meant as one
+            self._stops += now - last > 0.3  # several stops in a moment count as one
             last = now
 
         if threading.current_thread() is not threading.main_thread():
@@ -367,11 +371,11 @@ class Workers:
     # Errors
 
     def _find_error(self) -> BaseException | None:
-        """Return what the call raises: KeyboardInterrupt, that a worker died, or else the first error of a worker."""
+        """Return the error that the call raises: KeyboardInterrupt, a worker's death, or a worker's first error."""
         dead = [p for p in self._processes if p.state == "dead"]
         failed = [(p, p.failure) for p in self._processes if p not in dead and p.failure is not None]
         died, stopped = [_describe_death(p) for p in dead if not p.killed], self._stops
-        if dead:  # the others are of no use without them; the next call starts new ones
+        if dead:  # the other workers are useless without them; the next call starts new ones
             self._end()
         if stopped:
             return KeyboardInterrupt()
@@ -396,7 +400,7 @@ def _describe_death(p: _WorkerProcess) -> str:
 
 
 def _listed(x: Any) -> Any:
-    """Return the list of what a generator yields, as that cannot be pickled; anything else as it is."""
+    """Return a generator's items as a list, since it cannot be pickled, and any other value unchanged."""
     return list(x) if isinstance(x, GeneratorType) else x
 
 

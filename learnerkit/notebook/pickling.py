@@ -1,4 +1,4 @@
-"""How objects are pickled between a notebook's kernel and its workers: by cloudpickle, with tensors apart.
+"""The pickling of objects between a notebook's kernel and its workers, by cloudpickle, with tensors stored separately.
 
 The files are in memory where the system allows it. Workers map them, so they share one copy of every tensor until they
 write to it. Only the kernel and the processes that it has started read these files.
@@ -23,19 +23,19 @@ from learnerkit.processes.machine import shared_file
 from learnerkit.torch_internals import loader_attributes
 
 _VALUES = frozenset({type(None), bool, int, float, complex, str, bytes, tuple, frozenset})
-"""Types of objects that need no identity."""
+"""Types of objects whose identity does not matter."""
 
 SHARED = (type, FunctionType, nn.Module, Optimizer, Callback, Dataset, DataLoader)
-"""Types of objects of which the kernel and its workers have a list, so that they are not copied on the way back."""
+"""Types of objects that the kernel and its workers list, so that they are not copied on the way back."""
 
 
 def numbered(objects: Sequence[Any]) -> dict[int, int]:
-    """Return the places of objects by `id`."""
+    """Return the indices of objects by `id`."""
     return {id(x): i for i, x in enumerate(objects) if type(x) not in _VALUES}
 
 
 def make_pickler(known: Mapping[int, int]) -> Any:
-    """Make a pickler for a reader that has the objects `known`, which are `numbered` and pickled as their numbers."""
+    """Make a pickler for a reader that has the objects `known`, as `numbered`: these are pickled as their numbers."""
     import cloudpickle
 
     class Pickler(cloudpickle.Pickler):
@@ -44,27 +44,28 @@ def make_pickler(known: Mapping[int, int]) -> Any:
         def __init__(self) -> None:
             self._buffer = io.BytesIO()
             super().__init__(self._buffer)
-            self.met: dict[int, Any] = {}  # objects of `SHARED` and tensors that are trained, by id, in order
+            self.met: dict[int, Any] = {}  # objects of `SHARED` types and trained tensors, by id, in order
             self._tensors: dict[int, tuple[int, Tensor]] = {}  # (number, tensor) by id
 
         def persistent_id(self, obj: Any) -> int | None:
-            self.last = obj  # after an error the one that cannot be pickled
+            self.last = obj  # after an error, this is the object that cannot be pickled
             if type(obj) in _VALUES:
                 return None
             if id(obj) in known:
                 return known[id(obj)]
             if obj.requires_grad if isinstance(obj, Tensor) else isinstance(obj, SHARED):
-                self.met.setdefault(id(obj), obj)  # which also keeps its id from being used again
+                self.met.setdefault(id(obj), obj)  # this also keeps its id from being reused
             if type(obj) not in (Tensor, nn.Parameter) or vars(obj):
                 return None
-            return ~self._tensors.setdefault(id(obj), (len(self._tensors), obj))[0]  # below 0
+            # Negative numbers stand for tensors.
+            return ~self._tensors.setdefault(id(obj), (len(self._tensors), obj))[0]
 
         def reducer_override(self, obj: Any) -> Any:
-            if isinstance(obj, ModuleType) and sys.modules.get(obj.__name__) is obj:  # torch.backends.cudnn, say
+            if isinstance(obj, ModuleType) and sys.modules.get(obj.__name__) is obj:  # for example torch.backends.cudnn
                 return importlib.import_module, (obj.__name__,)
-            if isinstance(obj, CodeType):  # of which cloudpickle 3.1.3 forgets the file, that is, the cell
+            if isinstance(obj, CodeType):  # cloudpickle 3.1.3 forgets the code's file, that is, the cell
                 return _code_of_file, (*self.dispatch_table[CodeType](obj), obj.co_filename)
-            if isinstance(obj, cached_property):  # has a lock in Python 3.11
+            if isinstance(obj, cached_property):  # it has a lock in Python 3.11
                 return cached_property, (obj.func,), {"attrname": obj.attrname}
             if isinstance(obj, DataLoader) and type(obj).__getstate__ is object.__getstate__:
                 return object.__new__, (type(obj),), loader_attributes(obj)
@@ -74,7 +75,7 @@ def make_pickler(known: Mapping[int, int]) -> Any:
             """Save all that has been pickled in a file that exists until it is closed; return the file and its path."""
             file, path = shared_file()
             checksums = torch.serialization.get_crc32_options()
-            torch.serialization.set_crc32_options(False)  # they take half of the time
+            torch.serialization.set_crc32_options(False)  # checksums take half of the time
             try:
                 tensors = [tensor for _, tensor in self._tensors.values()]
                 torch.save([torch.frombuffer(self._buffer.getbuffer(), dtype=torch.uint8), *tensors], file)
@@ -107,7 +108,7 @@ def read(path: str, known: Sequence[Any], count: int, mapped: bool) -> list[Any]
     """Read the first `count` objects of the file at `path`.
 
     Args:
-        known: the objects that the pickler knew, of this process.
+        known: the objects that the pickler knew, in this process.
         mapped: leave the tensors in the file, which then exists as long as they do.
     """
     pickled, *tensors = torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
@@ -121,15 +122,15 @@ def read(path: str, known: Sequence[Any], count: int, mapped: bool) -> list[Any]
 
 
 def dump_error(error: BaseException) -> bytes:
-    """Return the pickled exception, or nothing if it cannot be pickled."""
+    """Return the pickled exception, or b"" if it cannot be pickled."""
     try:
-        return pickle.dumps(error)  # classes of cells by name: cloudpickle would change the kernel's own
+        return pickle.dumps(error)  # pickles classes of cells by name: cloudpickle would change the kernel's own
     except Exception:
         return b""
 
 
 def load_error(data: bytes) -> BaseException | None:
-    """Return the exception, or `None` if it cannot be made here."""
+    """Return the unpickled exception, or `None` if that fails in this process."""
     try:
         error = pickle.loads(data)  # noqa: S301 - from a worker that this process has started
     except Exception:

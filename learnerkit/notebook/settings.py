@@ -20,7 +20,7 @@ def get_surroundings() -> tuple[str, list[str], dict[str, str]]:
 
 
 def set_surroundings(folder: str, path: list[str], environ: Mapping[str, str]) -> None:
-    """Apply the kernel's `get_surroundings` in a worker, but for the variables that make it a rank."""
+    """Apply the kernel's `get_surroundings` in a worker, except the variables that make it a rank."""
     os.chdir(folder)
     sys.path[:] = path
     topology = Topology(distributed.world_size(), int(os.environ["MASTER_PORT"]))
@@ -28,7 +28,7 @@ def set_surroundings(folder: str, path: list[str], environ: Mapping[str, str]) -
 
 
 def get_options() -> dict[str, Any]:
-    """Return the options of Python and torch that change how a learner trains, or what it shows."""
+    """Return the options of Python and torch that change training or its output."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     return {
         "warnings": list(warnings.filters),
@@ -46,7 +46,8 @@ def set_options(options: Mapping[str, Any]) -> None:
     warnings.filters[:] = options["warnings"]  # type: ignore[index]  # a list, which typeshed calls a Sequence
     logging.getLogger().setLevel(options["logging"])
     torch.set_default_dtype(options["dtype"])
-    if (chosen := options["deterministic"]) != get_options()["deterministic"]:  # as the call takes seconds
+    # Only if it changes, as the call takes seconds.
+    if (chosen := options["deterministic"]) != get_options()["deterministic"]:
         torch.use_deterministic_algorithms(chosen[0], warn_only=chosen[1])
     torch.set_float32_matmul_precision(options["matmul"])
     torch.set_anomaly_enabled(*options["anomaly"])

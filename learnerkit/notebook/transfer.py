@@ -1,10 +1,10 @@
-"""What travels between a notebook's kernel and its workers: a learner to train, and then what the call has changed.
+"""The transfer between a notebook's kernel and its workers: of a learner to train, and of the changes that a call made.
 
-The learner is pickled, since its classes and functions may be those of cells. After the call rank 0 sends back
+The learner is pickled, since its classes and functions may be defined in cells. After the call rank 0 sends back
 `learn.state_dict()`, which the kernel's learner loads. The rest comes back by value: attributes of the learner, its
-callbacks, metrics, modules, optimizers and classes of cells, and their global variables. What the kernel has
-already is not copied on this way, but sent as its number in a list that it has sent with the call: classes, functions,
-modules, parameters, optimizers, callbacks, datasets and loaders.
+callbacks, metrics, modules, optimizers and classes of cells, and their global variables. Objects that the kernel
+already has (classes, functions, modules, parameters, optimizers, callbacks, datasets and loaders) are not copied back,
+but sent as their indices in a list that was sent with the call.
 """
 
 import sys
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from learnerkit.learner import Learner
 
 _CONTAINERS = (list, dict, set, deque, Tensor, np.ndarray)
-"""Types of values that change in place, and come back although they are the same objects."""
+"""Types of values that change in place, and are sent back although they are the same objects."""
 
 _OWNERS: tuple[Any, ...] = (nn.Module, Optimizer, Callback, Tensor)
-"""Types of objects whose attributes come back, wherever the pickler meets them."""
+"""Types of objects whose attributes are sent back, wherever the pickler meets them."""
 
 
 @dataclass
@@ -46,8 +46,8 @@ class Call:
     """A call of a learner's method.
 
     Args:
-        learn, method, args, kwargs: what to call.
-        options: those of the `DistributedCallback`.
+        learn, method, args, kwargs: the learner, its method, and the arguments.
+        options: the arguments of the `DistributedCallback`.
     """
 
     learn: "Learner"
@@ -58,7 +58,7 @@ class Call:
 
 
 class Received(NamedTuple):
-    """A call on a worker, what the kernel has too, and what each owner held before the call."""
+    """A call on a worker, the objects that the kernel has, too, and the attributes of each owner before the call."""
 
     call: Call
     owners: list[Any]
@@ -66,23 +66,23 @@ class Received(NamedTuple):
     before: list[dict[str, Any]]
 
 
-# To the workers
+# The way to the workers
 
 
 def send(call: Call, random_states: tuple | None) -> tuple[IO[bytes], str, list[Any]]:
     """Write a call for the workers.
 
     Args:
-        random_states: the kernel's; `None`: each worker goes on with its own.
+        random_states: the kernel's; `None`: each worker continues with its own.
 
     Returns:
         The file, to be closed when they have read it; its path; and the objects of which they then have copies.
 
     Raises:
-        TypeError: something cannot be pickled; the message names it.
+        TypeError: an object cannot be pickled; the message names it.
     """
     logger: Any = call.learn.logger
-    # A logger of the user's own stays here: the workers read a function that sends its rows.
+    # A user's own logger is not sent: the workers read a function that sends its rows.
     left_out: list[Any] = [] if isinstance(logger, TableLogger) or logger in call.learn.cbs else [logger]
     pickler = make_pickler(numbered(left_out))
     try:
@@ -104,10 +104,10 @@ def receive(path: str, log_row: Callable[[list], None]) -> Received:
     """Read a call on a worker, and prepare this process for it.
 
     Args:
-        log_row: sends a row to the user's own logger, if the kernel has one.
+        log_row: the function that sends a row to the user's own logger, if the kernel has one.
     """
     (random_states, options, sources, call), (owners, others) = read(path, [log_row], 2, mapped=True)
-    # Loader workers pickle these by name.
+    # Loader workers pickle these objects by name.
     vars(sys.modules["__main__"]).update({x.__name__: x for x in _cells(others) if x.__name__ == x.__qualname__})
     add_typed_sources(sources)
     set_options(options)
@@ -115,7 +115,7 @@ def receive(path: str, log_row: Callable[[list], None]) -> Received:
         set_random_states(random_states)
     dls = call.learn.dls
     if dls._device is not None and dls._device.type != "cpu":
-        dls._device = None  # each worker has its own
+        dls._device = None  # each worker has its own device
     return Received(call, owners, others, list(map(_held, owners)))
 
 
@@ -124,7 +124,7 @@ def _cells(met: list[Any]) -> list[Any]:
 
 
 def _shared(call: Call, met: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Return what comes back by its attributes, and what else the workers have too, of what the pickler has met."""
+    """Return the objects that the pickler met: those whose attributes are sent back, and the other shared ones."""
     learn = call.learn
     cells, main = _cells(met), vars(sys.modules["__main__"])
     scope = [x for x in cells if isinstance(x, FunctionType) and x.__globals__ is main][:1]
@@ -140,11 +140,11 @@ def _shared(call: Call, met: list[Any]) -> tuple[list[Any], list[Any]]:
 
 
 def _path_to(culprit: Any, call: Call) -> str:
-    """Return how to get from the learner or an argument to an object in it."""
+    """Return the expression that leads from the learner or an argument to an object in it."""
     args = [(f"argument {i + 1}", x) for i, x in enumerate(call.args)]
     found = [("learn", call.learn), *args, *((f"the argument {name}", x) for name, x in call.kwargs.items())]
     seen = set()
-    for where, x in found:  # which grows
+    for where, x in found:  # the list grows during the loop
         if x is culprit:
             return where
         if id(x) not in seen:
@@ -171,11 +171,11 @@ def _parts(where: str, x: Any) -> list[tuple[str, Any]]:
     return [(type(x).__name__, type(x)), *((f"{owner}.{k}", v) for k, v in getattr(x, "__dict__", {}).items())]
 
 
-# Back to the kernel
+# The way back to the kernel
 
 
 def send_back(received: Received, result: Any) -> tuple[IO[bytes], str, Exception | None]:
-    """Write what a call has changed and what it returned.
+    """Write the changes and the result of a call.
 
     Returns:
         The file; its path; and the error if the result cannot be pickled, in which case only the changes are written.
@@ -201,10 +201,10 @@ def send_back(received: Received, result: Any) -> tuple[IO[bytes], str, Exceptio
 
 
 def _changes(received: Received) -> Iterator[tuple[Any, list[str], dict[str, tuple[bool, Any]]]]:
-    """Iterate over the owners, with the names of what each holds no longer, and the values that come back.
+    """Yield each owner, the names of its removed attributes, and the values that are sent back.
 
-    Of callbacks these are all; of others, those that are another object by now, and containers. With each goes whether
-    it is the same object.
+    For callbacks these are all values; for other owners, the values that are another object now, and containers. Each
+    value comes with a flag that tells whether it is the same object.
     """
     for x, before in zip(received.owners, received.before, strict=True):
         after = _held(x)
@@ -219,7 +219,7 @@ def _changes(received: Received) -> Iterator[tuple[Any, list[str], dict[str, tup
 
 
 def bring_back(path: str, learn: "Learner", shared: list[Any]) -> Any:
-    """Put what a call has changed into the kernel's objects, and return what the call returned."""
+    """Copy the changes of a call into the kernel's objects, and return the result of the call."""
     ((state, changes, lost, result),) = read(path, shared, 1, mapped=False)
     for x, gone, values in changes:
         owner = sys.modules["__main__"] if isinstance(x, FunctionType) else x
@@ -243,9 +243,9 @@ def bring_back(path: str, learn: "Learner", shared: list[Any]) -> Any:
 
 
 def _held(x: Any) -> dict[str, Any]:
-    """Return what comes back of an owner, by name; of a function, its global variables.
+    """Return the values of an owner that are sent back, by name; for a function, its global variables.
 
-    What the object's own `__getstate__` leaves out is left out.
+    Values that the object's own `__getstate__` leaves out are left out.
     """
     if isinstance(x, Tensor):
         return {"data": x.detach(), "requires_grad": x.requires_grad}
@@ -255,7 +255,7 @@ def _held(x: Any) -> dict[str, Any]:
         return {k: v for k, v in vars(x).items() if not (k.startswith("__") or hasattr(v, "__get__"))}
     state = x.__getstate__()
     names = {k: v for k, v in getattr(x, "__dict__", {}).items() if not isinstance(state, dict) or k in state}
-    return {**names, "__class__": type(x)} if isinstance(x, nn.Module) else names  # a lazy one changes its class
+    return {**names, "__class__": type(x)} if isinstance(x, nn.Module) else names  # a lazy module changes its class
 
 
 def _name(x: Any) -> str:

@@ -1,8 +1,8 @@
-"""What a notebook worker does: wait for calls, carry them out as one rank, and show rank 0's output in the cell.
+"""The process of a notebook worker: it waits for calls, carries them out as one rank, and sends rank 0's output.
 
-A worker is a fresh interpreter in a session of its own, so the Stop button, which signals the kernel's process group,
-does not reach it. It ends with the kernel, and its loader workers with it. Between two calls it keeps its place in the
-process group and nothing else: the learner lives in the kernel.
+A worker is a fresh interpreter in its own session, so the Stop button, which signals the kernel's process group, does
+not reach it. It ends with the kernel, and its loader workers with it. Between two calls it keeps only its place in the
+process group: the learner lives in the kernel.
 """
 
 import faulthandler
@@ -38,7 +38,7 @@ def serve(fd: int, front: str) -> None:
     sys.argv = [""]
     faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Loader workers that start in another way cannot unpickle a dataset that a cell defines.
+    # Loader workers that start in another way cannot unpickle a dataset that is defined in a cell.
     multiprocessing.set_start_method("fork", force=True)
     server = CallServer(Connection(fd))
     if front == "notebook" and distributed.rank() == 0:
@@ -48,7 +48,7 @@ def serve(fd: int, front: str) -> None:
 
 
 class CallServer:
-    """Carries out in a notebook worker the calls that come through a connection to the kernel."""
+    """Carries out, in a notebook worker, the calls that come through a connection to the kernel."""
 
     def __init__(self, kernel: Connection) -> None:
         self.kernel = kernel
@@ -71,7 +71,7 @@ class CallServer:
             self.kernel.send(message)
 
     def run(self) -> None:
-        """Carry out what the kernel asks for, until it sends 'end'."""
+        """Carry out the kernel's requests until it sends 'end'."""
         received: Any = None
         while True:
             kind, *values = self._messages.get()
@@ -80,7 +80,7 @@ class CallServer:
             if kind == "load":
                 received = self._load(*values)
                 continue
-            if kind == "go":  # else it is 'drop'
+            if kind == "go":  # otherwise it is 'drop'
                 self._carry_out(received)
             received = None
             gc.collect()
@@ -156,7 +156,7 @@ class CallServer:
 
 
 class _CellStream(io.RawIOBase):
-    """Sends bytes to the kernel. Loader workers must not use its connection: they write to the file descriptor."""
+    """A stream that sends bytes to the kernel; loader workers must not do so, and write to the file descriptor."""
 
     def __init__(self, server: CallServer, name: str) -> None:
         self.server, self.name, self.process_id = server, name, os.getpid()

@@ -211,7 +211,7 @@ class _Replica(nn.Module):
         return loss.reshape(1), counts, output if keep else None
 
     def _loss(self, pred: Any, targets: tuple) -> Any:
-        pred = map_batch(in_float32, pred)  # as MixedPrecision converts them
+        pred = map_batch(in_float32, pred)  # MixedPrecision does the same
         check_shapes(self.loss_func, pred, targets)
         loss_func = self.loss_func
         if isinstance(loss_func, partial):  # its tensors do not move with the module

@@ -293,7 +293,7 @@ class DistributedCallback(Callback):
         dataset, key = getattr(dl, "dataset", None), (id(dl), training)
         iterable = isinstance(dataset, IterableDataset)
         position = learn._position if training else None
-        # The position is known if a run goes on in mid-epoch.
+        # The position is known if a run continues in mid-epoch.
         seed = since = None if position is None else position.data.states
         if seed is None and iterable:
             seed = distributed.broadcast(states_at_start(dl))  # all ranks read in the order that rank 0 would draw

@@ -50,7 +50,7 @@ class RankLoader(LoaderView):
     source: Any = None
     is_last = False
     usual_total: int | None = None
-    # Of an iterable dataset: the number of parts, and the number of workers that read each.
+    # The number of parts of an iterable dataset, and the number of workers that read each.
     parts: tuple[int, int] | None = None
     stream: Any = None
     alike = False

@@ -421,7 +421,7 @@ def _after_unit(module: nn.Module, args: Any, output: Any) -> Any:
 
 
 def _without_views(output: Any) -> Any:
-    if isinstance(output, MutableMapping):  # it may be of a class of its own, such as transformers' outputs
+    if isinstance(output, MutableMapping):  # its class may be a special one, such as transformers' outputs
         for key, value in output.items():
             output[key] = _without_views(value)
         return output

@@ -1,4 +1,4 @@
-"""Forks of this process that act as ranks, for a look before a run: what a cell defines need not be pickled."""
+"""Forks of this process that act as ranks for a check before a run: functions from a cell need not be pickled."""
 
 import gc
 import math
@@ -30,8 +30,8 @@ from learnerkit.processes.rank_main import user_traceback
 def run_in_forks(jobs: Sequence[Callable[[Path], dict]], end: float) -> list[Any]:
     """Run each job in a fork of this process; return their results, or the `ExceptionReport` of a job that failed.
 
-    A job gets a temporary directory for all of them, and returns what `torch.load` takes with `weights_only=True`. At
-    `end`, on the monotonic clock, the processes that still run are killed.
+    A job gets a temporary directory that all jobs share, and returns a value that `torch.load` accepts with
+    `weights_only=True`. At `end`, on the monotonic clock, the processes that still run are killed.
     """
     processes: list[BaseProcess] = []
     running: dict[Any, BaseProcess] = {}
@@ -48,7 +48,7 @@ def run_in_forks(jobs: Sequence[Callable[[Path], dict]], end: float) -> list[Any
                 for sentinel in connection.wait(list(running), left):
                     ended = running.pop(sentinel)
                     _kill(ended)
-                    if ended.exitcode:  # the others should notice soon
+                    if ended.exitcode:  # the others should notice the failure soon
                         end = min(end, time.monotonic() + 10)
         finally:
             for late in running.values():
@@ -64,13 +64,13 @@ def cause(error: str) -> str:
 
 
 def _kill(process: BaseProcess) -> None:
-    if process.pid is None or not kill_group(process.pid):  # with its loader workers
-        process.kill()  # it is too young to lead a group
+    if process.pid is None or not kill_group(process.pid):  # this kills its loader workers, too
+        process.kill()  # it is too young to lead a process group
     process.join()
 
 
 LATE = ExceptionReport(math.inf, ending=Ending(follows=True))
-"""The report of a process that had not finished when time was up, but for what it had printed."""
+"""The report of a process that had not finished when time was up, without its output."""
 
 
 def _read_result(folder: Path, number: int, process: BaseProcess, late: bool) -> Any:
@@ -80,21 +80,21 @@ def _read_result(folder: Path, number: int, process: BaseProcess, late: bool) ->
         return ExceptionReport.from_json(found) if isinstance(found, str) else found
     said = log.read_text(errors="replace").splitlines()[-20:] if log.exists() else []
     how = "it had not finished when time was up" if late else f"it ended with code {process.exitcode}"
-    # A process that ends without an exception fails the others, so it comes first.
+    # A process that ends without an exception makes the others fail, so its report comes first.
     return replace(LATE if late else ExceptionReport(), traceback="\n".join([*said, how]))
 
 
 def _child(job: Callable[[Path], dict], folder: Path, number: int) -> NoReturn:
-    os.setsid()  # Ctrl-C is for the parent, which ends this group as a whole
+    os.setsid()  # Ctrl-C goes to the parent, which ends this process group
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    gc.freeze()  # the parent's garbage may be a loader's iterator, whose end would end the parent's workers
+    gc.freeze()  # the parent's garbage may hold a loader's iterator, whose destructor would end the parent's workers
     torch.set_num_threads(1)  # the parent's threads do not exist here
     with open(folder / f"{number}.log", "w", buffering=1) as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
         sys.stdout = sys.stderr = log
         if len(str(folder)) <= 70:  # it holds sockets of loader workers, whose paths may have 103 characters
-            tempfile.tempdir = str(folder)  # what a killed process leaves behind is removed with it
+            tempfile.tempdir = str(folder)  # files that a killed process leaves there are removed with it
         try:
             found: dict | str = job(folder)
         except BaseException as e:
@@ -109,17 +109,17 @@ def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
-    kill_group(0)  # its own
+    kill_group(0)  # this process's own group
 
 
 def join_forks(folder: Path, rank: int, n: int, wait: timedelta) -> None:
-    """Make a fork one of `n` ranks on the CPU; every fork that is to be one must reach this.
+    """Make a fork one of `n` ranks on the CPU; every such fork must reach this.
 
     Args:
-        folder: of the job.
-        rank: which one.
-        n: how many.
-        wait: for the others in a collective.
+        folder: the directory of the job.
+        rank: the rank of the fork.
+        n: the number of ranks.
+        wait: the time that a collective waits for the other ranks.
     """
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n)}
     os.environ |= {"MASTER_ADDR": LOOPBACK, "GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE}
