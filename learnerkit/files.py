@@ -329,7 +329,8 @@ def without_tied(weights: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[st
         CheckpointError: `weights` has values that are not tensors.
     """
     first: dict[tuple, str] = {}
-    kept, notes, modules = {}, {"format": "pt"}, getattr(weights, "_metadata", None) or {}
+    kept, notes = {}, {"format": "pt"}
+    modules = getattr(weights, "_metadata", None) or {}
     for name in sorted(weights):
         tensor = weights[name]
         if why := why_not(tensor):
@@ -358,7 +359,8 @@ def file_header(tensors: Mapping[str, Tensor], notes: Mapping[str, str] | None =
     types, end = {}, 0
     # The widest types come first, so that each tensor is aligned to its own width.
     for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0])):
-        kind, shape, size = _TYPES.get(tensor.dtype), list(tensor.shape), tensor.numel() * tensor.itemsize
+        kind, shape = _TYPES.get(tensor.dtype), list(tensor.shape)
+        size = tensor.numel() * tensor.itemsize
         if kind is None:
             types[name] = [str(tensor.dtype).removeprefix("torch."), shape]
             kind, shape = "U8", [size]

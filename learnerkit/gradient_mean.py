@@ -54,7 +54,8 @@ class GradientMean:
 
     def begin(self, expected: float) -> None:
         """Begin a step; `expected` is approximately what it will count."""
-        self.begun, self.expected, self.counted = True, expected, 0.0
+        self.begun, self.expected = True, expected
+        self.counted = 0.0
 
     @property
     def to_sum(self) -> float:

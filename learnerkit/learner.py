@@ -292,12 +292,14 @@ class Learner(RunState):
         arguments.check_subclass(type(self), Learner)
         made, self.mapped = made_model(model)
         arguments.check_learner(dls, made, loss_func, opt_func)
-        self.dls, self.model, self.loss_func = dls, made, loss_func
+        self.dls, self.model = dls, made
+        self.loss_func = loss_func
         self.opt_func, self.splitter = opt_func, splitter
         self.lr = optim.bound_rate(opt_func) if lr is None else lr
         self.metrics = metrics if isinstance(metrics, Mapping) else listify(metrics)
         self.path, self.model_dir = Path(path), Path(model_dir)
-        self.wd, self.wd_bn_bias, self.train_bn = wd, wd_bn_bias, train_bn
+        self.wd, self.wd_bn_bias = wd, wd_bn_bias
+        self.train_bn = train_bn
         self.moms = arguments.three("moms", moms)
         self.loss_weight = loss_weight
         self._loss_weighting = LossWeight(loss_func, loss_weight)  # checks its arguments before a fit
@@ -349,7 +351,8 @@ class Learner(RunState):
 
     def _train(self, n_epoch: int | None, n_steps: int | None, start_epoch: int = 0) -> None:
         """Train and validate, for the given numbers of epochs or steps."""
-        self.n_epoch, self.n_steps, self.start_epoch = n_epoch, n_steps, start_epoch
+        self.n_epoch, self.n_steps = n_epoch, n_steps
+        self.start_epoch = start_epoch
         self._level("fit", self._fit, CancelFitException)
 
     def _one_epoch(self) -> None:
@@ -359,7 +362,8 @@ class Learner(RunState):
 
     def _read(self, dl: Iterable[Any], training: bool) -> None:
         """Train on a loader, or validate on it."""
-        self.dl, self.training, self.iter, self.first_iter = self.dls.twin(dl, training), training, -1, 0
+        self.dl, self.training = self.dls.twin(dl, training), training
+        self.iter, self.first_iter = -1, 0
         self._dispatch.phase(training)
         if training:
             self._level("train", self._all_batches, CancelTrainException)
@@ -924,13 +928,15 @@ class Learner(RunState):
 
     def _predict_alone(self, items: list[Any], act: Callable[[Tensor], Tensor] | None) -> list[Prediction]:
         """Predict like the loop on a batch for which no callback has a hook; this learner does not change."""
-        model, nested, device = unwrap(self.model), self._dispatch is not None, self.dls.device
+        model, nested = unwrap(self.model), self._dispatch is not None
+        device = self.dls.device
         modules = list(model.modules())
         resets = not nested and callable(getattr(model, "reset", None))
         if resets or not is_placed(modules, device):
             return self._predict_in_loop(items, act)
         one = copy.copy(self)
-        one.model, one.task, one.training, one._agreement = model, "predict", False, None
+        one.model, one.task = model, "predict"
+        one.training, one._agreement = False, None
         sets_modes = any(type(cb) is TrainEvalCallback and cb.run for cb in self.cbs)
         changes = sets_modes and any(module.training for module in modules)
         streams = keep_seeds(device=device) if nested else nullcontext()
@@ -958,7 +964,8 @@ class Learner(RunState):
     @contextmanager
     def _by_itself(self) -> Iterator[None]:
         """Evaluate without other ranks, also in the middle of a fit; streams and modes are restored."""
-        agreement, model, in_fit, plain = self._agreement, self.model, self._in_fit, unwrap(self.model)
+        agreement, model = self._agreement, self.model
+        in_fit, plain = self._in_fit, unwrap(self.model)
         try:
             with kept_flags(self.cbs), training_modes(plain):
                 for cb in self.cbs:
@@ -967,7 +974,8 @@ class Learner(RunState):
                 self._agreement, self.model, self._in_fit = None, plain, True  # True, so that streams are restored
                 yield
         finally:
-            self._agreement, self.model, self._in_fit = agreement, model, in_fit
+            self._agreement, self.model = agreement, model
+            self._in_fit = in_fit
             if self._dispatch is not None:
                 self._dispatch.changed()
 

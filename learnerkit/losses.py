@@ -299,7 +299,8 @@ class LossWeight:
         if loss_weight is None and loss_option(loss_func, "reduction") == "none":
             raise ValueError(f"{loss_func} has reduction='none', so the loss is not a scalar; use 'mean' or 'sum'")
         self.sums: bool = loss_weight == "sum" or (loss_weight is None and loss_option(loss_func, "reduction") == "sum")
-        self._given, self._is_own, self.by_rows = loss_weight, loss_func is None, by_rows
+        self._given, self._is_own = loss_weight, loss_func is None
+        self.by_rows = by_rows
         parameters = list(_parameters(loss_func).values())
         self.asks = tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty)
         by_position = [p for p in parameters if p.kind in _BY_POSITION]
@@ -392,7 +393,8 @@ class LossWeight:
 
     def take_parts(self, learn: "Learner") -> None:
         """Set the loss to the sum of the parts that count anything, with hooks that weigh their gradients."""
-        self.counted, self._factors, total = {}, {}, zero_loss(learn.output)
+        self.counted, self._factors = {}, {}
+        total = zero_loss(learn.output)
         for name, (part, found) in self.counts_of(learn.yb, learn.batch_size, learn.output).items():
             count = host_count(found)
             if not counts_something(count):

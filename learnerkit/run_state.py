@@ -41,7 +41,8 @@ from learnerkit.utils import describe, digests, same, unbound, unwrap
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
 
-TRAIN, TRAINED, EPOCH, FIT = "train", "trained", "epoch", "fit"
+TRAIN, TRAINED = "train", "trained"
+EPOCH, FIT = "epoch", "fit"
 """The places in a fit where a state is taken: in an epoch's training, after it, between two epochs, at the end."""
 
 _APART = ("CheckpointCallback", "DataParallelCallback", "DistributedCallback", "ProgressCallback")
@@ -59,7 +60,8 @@ def state_dict(learn: "Learner", first: Mapping[str, Mapping[str, Any]] | None =
         first: the result of `first_attributes`; attributes of callbacks that have not changed since are left out.
     """
     first = first or {}
-    model, opt, position = unwrap(learn.model), learn.opt, learn._position
+    model, opt = unwrap(learn.model), learn.opt
+    position = learn._position
     cbs = taking_part(learn)
     states = {key: state_of(cb, first.get(key)) for key, cb in cbs if not cb.rank0_only}
     own = {key: state.pop("own") for key, state in states.items() if "own" in state}
@@ -257,7 +259,8 @@ def state_table(learn: "Learner") -> dict[str, str]:
     """
     model = unwrap(learn.model)
     names = {id(p): name for name, p in model.named_parameters()}
-    rates, states, beside = dict[str, Any](), dict[str, Any](), dict[str, Any]()
+    rates, states = dict[str, Any](), dict[str, Any]()
+    beside = dict[str, Any]()
     opts = [f"optimizer {key!r}" for key in learn.opt] if isinstance(learn.opt, dict) else ["optimizer"]
     for whose, opt in zip(opts, learn.opts, strict=False):  # there may be no optimizer
         of = f" of {whose}" if len(opts) > 1 else ""
@@ -505,7 +508,8 @@ class Resumption:
     """
 
     def __init__(self, state: Mapping[str, Any], with_opt: bool = True, name: str = "the state") -> None:
-        self.state, self.with_opt, self.name = state, with_opt, name
+        self.state, self.with_opt = state, with_opt
+        self.name = name
 
     def begin(self, learn: "Learner") -> tuple[dict, dict] | None:
         """Restore the parts that are needed from the start; called in `before_fit`, after other callbacks.
@@ -516,8 +520,10 @@ class Resumption:
         Raises:
             CheckpointError: the state does not fit the learner.
         """
-        counters, data, place = self.state["counters"], self.state["position"], self.state["place"]
-        own, ended, position = self.state["rank"].get("position") or {}, None, learn._position
+        counters, data = self.state["counters"], self.state["position"]
+        place = self.state["place"]
+        own, ended = self.state["rank"].get("position") or {}, None
+        position = learn._position
         with fitting(self.name):
             put_model(learn, self.state, self.with_opt, self.name)
             learn.train_iter = counters["train_iter"]

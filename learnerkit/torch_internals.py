@@ -301,7 +301,8 @@ class _Wrapped:
     """A collective of FSDP2 that is run by a given function."""
 
     def __init__(self, inner: Any, run: Callable[[Callable[[], Any]], Any]) -> None:
-        self.inner, self.run, self.allocate = inner, run, inner.allocate
+        self.inner, self.run = inner, run
+        self.allocate = inner.allocate
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.run(lambda: self.inner(*args, **kwargs))
@@ -430,7 +431,8 @@ def compare_calls(timeout: timedelta) -> None:
     group = c10d._get_default_group()
     backend = group._get_backend(cpu)
     if isinstance(backend, dist.ProcessGroupGloo):  # the calls are not compared yet
-        store, rank, size = default_store(), dist.get_rank(), dist.get_world_size()
+        store, rank = default_store(), dist.get_rank()
+        size = dist.get_world_size()
         wrapper = c10d._create_process_group_wrapper(backend, "learnerkit", store, rank, size, timeout)
         # The wrapper is registered under a separate type: for a known type torch would use its present backend.
         group._register_backend(cpu, dist.ProcessGroup.BackendType.CUSTOM, wrapper)

@@ -101,8 +101,10 @@ class CheckpointCallback(StepCounter):
             raise TypeError(f"got path={path!r}; it is the directory for the checkpoints of this run, such as 'runs/1'")
         arguments.check_count("keep", keep, "a number of checkpoints")
         # The path is absolute, because the script may change its directory between two checkpoints.
-        self.path, self.keep, self.resume, self.strict = Path(path).expanduser().absolute(), keep, bool(resume), strict
-        self.every, self.save_on_signal, self.async_save = every, save_on_signal, async_save
+        self.path, self.keep = Path(path).expanduser().absolute(), keep
+        self.resume, self.strict = bool(resume), strict
+        self.every, self.save_on_signal = every, save_on_signal
+        self.async_save = async_save
         if any("\ud800" <= c <= "\udfff" for c in str(self.path)):  # the name has bytes that are not UTF-8
             raise ValueError(
                 f"the path {printable(str(self.path))} is no UTF-8, so that what is saved there could not be read again"
@@ -171,7 +173,8 @@ class CheckpointCallback(StepCounter):
         """Choose the learner's own directory, if each has one."""
         path = self._above / f"learner{self.learn._number}" if self.per_learner else self._above
         if path != self.path:
-            self.path, self._looked, self._fit = path, False, -1
+            self.path, self._looked = path, False
+            self._fit = -1
             self._storage = Storage(path, self.keep, self.async_save)
 
     def _look(self) -> Checkpoint | None:
@@ -251,7 +254,8 @@ class CheckpointCallback(StepCounter):
 
     def _take_up(self, found: Checkpoint, now: dict[str, Any]) -> None:
         """Load the state of a checkpoint into the learner, and end the fit if it was done."""
-        learn, info, path = self.learn, found.info, str(found.path)
+        learn, info = self.learn, found.info
+        path = str(found.path)
         found.in_place = learn.shards is not None  # each rank reads its rows
         then = _read_state(found, learn, now)
         self._resumption = resumption = Resumption(then, self._compare(then), path)

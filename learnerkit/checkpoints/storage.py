@@ -65,7 +65,8 @@ from learnerkit.utils import warn
 T = TypeVar("T")
 
 _FORMAT = 2
-_MODEL, _STATE, _LATEST = "model.safetensors", "state.json", "latest"
+_MODEL, _STATE = "model.safetensors", "state.json"
+_LATEST = "latest"
 # The index of a sharded model, of which each rank writes some tensors, in the format of transformers.
 _INDEX = f"{_MODEL}.index.json"
 _SIGNS = (MANIFEST, _MODEL, _STATE)  # a checkpoint's directory has one of these, even if it is damaged
@@ -200,7 +201,8 @@ class Storage:
     """
 
     def __init__(self, path: Path, keep: int = 3, background: bool = False) -> None:
-        self.path, self.keep, self.background = Path(path), keep, background
+        self.path, self.keep = Path(path), keep
+        self.background = background
         self._since = time.time()
         self._memory = HostMemory()
         self._writing: Future | None = None

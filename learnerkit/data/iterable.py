@@ -173,7 +173,8 @@ class IterablePlace:
 
     def clear(self) -> None:
         """Forget the position in the last epoch."""
-        self.states, self.stream, self.again = None, None, 0
+        self.states, self.stream = None, None
+        self.again = 0
 
     def state(self, place: "Position") -> dict[str, Any]:
         """Return the state for `load`, which also says if the epoch is over."""
@@ -201,7 +202,8 @@ class IterablePlace:
 
     def begin(self, dl: Any, again: bool) -> None:
         """Set the loader of this epoch; `again`: if it has no state, it is read again up to the position."""
-        self.source, self.shared, self.length = source_of(dl), None, loader_len(dl)
+        self.source, self.shared = source_of(dl), None
+        self.length = loader_len(dl)
         self._reads_again = again and self.source is None
 
     def load(self, dl: Any, state: dict[str, Any], ranks: int) -> None:
@@ -264,7 +266,8 @@ class IterablePlace:
     def share(self, shared: Any, place: "Position") -> None:
         """Let a rank's loader begin at the position."""
         # A stream has ended after a short batch, or when it gives none.
-        self.shared, self.source, self.length = shared, shared.source, None
+        self.shared, self.source = shared, shared.source
+        self.length = None
         self._note_parts(shared.parts, place)
         own: dict[str, Any] = {}
         ended = place.over or (place.goes_on and self.own.get("ended", False))

@@ -40,7 +40,8 @@ class LengthBatches(Sampler[list[int]]):
     ) -> None:  # fmt: skip
         if tokens < 1 or not len(lengths):
             raise ValueError(f"got {len(lengths)} samples and tokens={tokens}; there must be at least one of each")
-        self.lengths, self.tokens, self.shuffle, self.generator = torch.as_tensor(lengths), tokens, shuffle, generator
+        self.lengths, self.tokens = torch.as_tensor(lengths), tokens
+        self.shuffle, self.generator = shuffle, generator
         self.weights, self._bounds = weights, _bounds(self.lengths)
         if weights is not None:
             self._by_length = self._bounds.argsort(descending=True, stable=True)

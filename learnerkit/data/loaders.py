@@ -501,7 +501,8 @@ class Unpacker:
     def __init__(
         self, dls: DataLoaders, dl: Any, device: torch.device, arguments: Sequence[str] | None, sharded: bool
     ) -> None:
-        self.dls, self.device, self.arguments, self.sharded = dls, device, arguments, sharded
+        self.dls, self.device = dls, device
+        self.arguments, self.sharded = arguments, sharded
         self.dl = dl
         self._stream = None if sharded else stream_of(dl)
         self._size, self._total = _drawn_by(dl) if self._stream is None and not sharded else (0, 0)

@@ -118,7 +118,8 @@ class Position:
         """Continue the epoch of the state after the batches that were read of it; called before it begins."""
         self._begin_epoch(state["epoch"])
         self._loaded, self.order = state, state["order"]
-        self.read, self.samples, self.over = state["batches"], state["samples"], state["over"]
+        self.read, self.samples = state["batches"], state["samples"]
+        self.over = state["over"]
 
     def load_own_state_dict(self, state: dict[str, Any] | None) -> None:
         """Restore the state that `own_state_dict` returned on this rank."""

@@ -72,7 +72,9 @@ class SampleStream:
         self, sampler: Any, rank: int = 0, ranks: int = 1, *, split: bool = False, least: int = 1,
         training: bool = True, opaque: bool = False, count: Callable[[Any], int | None] | None = None,
     ) -> None:  # fmt: skip
-        self.sampler, self.rank, self.ranks, self.split, self.training = sampler, rank, ranks, split, training
+        self.sampler, self.rank = sampler, rank
+        self.ranks, self.split = ranks, split
+        self.training = training
         self.least = 1 if opaque else least  # a rank can take no less than one such item
         self.opaque, self.count = opaque, count
         self.shares: deque[Share] = deque()
@@ -104,7 +106,8 @@ class SampleStream:
             return
         drawn = self.sampler if self.seed is None else same_stream(self.sampler, self.seed)
         items = islice(drawn, int(self.place), None)
-        rank, ranks, opaque = self.rank, self.ranks, self.opaque
+        rank, ranks = self.rank, self.ranks
+        opaque = self.opaque
         if ranks > 1 and (self.training or self.split) and not (opaque and self.split):
             yield from self._spread(([item] for item in items) if opaque else items)
             return
@@ -211,7 +214,8 @@ def same_stream(
             theirs and they have not been used since.
         since: the global states at the start; by default the current ones.
     """
-    first, inside, stream = since, seed, None
+    first, inside = since, seed
+    stream = None
     while True:
         outside = seeds.seed_states()
         first = first or outside
@@ -284,7 +288,8 @@ class Seeded:
     """
 
     def __init__(self, seed: int, items: Any, per_sample: bool = False) -> None:
-        self.seed, self.items, self.per_sample = seed, items, per_sample
+        self.seed, self.items = seed, items
+        self.per_sample = per_sample
 
     def __reduce__(self) -> tuple:
         return Seeded if self.per_sample else _arrive, (self.seed, self.items, self.per_sample)

@@ -123,7 +123,8 @@ def await_all(keys: dist.Store, what: str, timeout: float, none_moves: Callable[
     here, names = rank(), [f"here/{number}" for number in range(world_size())]
     me = f"rank {here} called {what}" if what else f"rank {here}"
     ended = f"{me}, but rank 0 has ended"
-    end, pause, root = time.monotonic() + timeout, 0.002, _root(keys)
+    end, pause = time.monotonic() + timeout, 0.002
+    root = _root(keys)
     asked, stood = time.monotonic(), 0
     port = getattr(root, "port", 0)
     if here and port and has_closed(port):
@@ -192,7 +193,8 @@ def hear(key: str, timeout: float) -> str:
     Raises:
         PeerError: no rank has left the text in time, or rank 0 has ended.
     """
-    keys, end, pause = store(), time.monotonic() + timeout, 0.001
+    keys, end = store(), time.monotonic() + timeout
+    pause = 0.001
     root = _root(keys)
     port, waiting = getattr(root, "port", 0), f"learnerkit/waiting/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     try:
@@ -296,7 +298,8 @@ def _join_again(timeout: timedelta | None) -> None:
     global _group_is_dead
     # The new group needs its own keys: those of the old group tell of its dead connections.
     fresh = dist.PrefixStore("learnerkit/next", store())
-    backend, here, size = dist.get_backend_config(), rank(), world_size()
+    backend, here = dist.get_backend_config(), rank()
+    size = world_size()
     dist.destroy_process_group()
     dist.init_process_group(backend, store=fresh, rank=here, world_size=size, timeout=timeout)
     _group_is_dead = False

@@ -111,7 +111,8 @@ class _WorkerProcess:
     """A notebook worker, as the kernel sees it."""
 
     def __init__(self, rank: int, process: subprocess.Popen[bytes], connection: Connection) -> None:
-        self.rank, self.process, self.connection = rank, process, connection
+        self.rank, self.process = rank, process
+        self.connection = connection
         # 'idle', 'called', the messages 'loaded', 'running' and 'done' of its `CallServer`, or 'dead'.
         self.state = "idle"
         # The report of an error in this call, and the pickled error.
@@ -158,7 +159,8 @@ class Workers:
     """
 
     def __init__(self, learn: "Learner", nproc: int, options: dict, front: str) -> None:
-        self.learn, self.nproc, self.options, self.front = learn, nproc, options, front
+        self.learn, self.nproc = learn, nproc
+        self.options, self.front = options, front
         self._processes: list[_WorkerProcess] = []
         self._store: dist.Store | None = None
         self._random_states: tuple | None = None  # the random states that the last call has left

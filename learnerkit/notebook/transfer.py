@@ -184,7 +184,8 @@ def send_back(received: Received, result: Any) -> tuple[IO[bytes], str, Exceptio
     cbs, learn.cbs = learn.cbs, []  # they come back by their attributes; other ranks may be needed for their states
     state = run_state.state_dict(learn)
     learn.cbs = cbs
-    changes, lost, error = list(_changes(received)), list[str](), None
+    changes, lost = list(_changes(received)), list[str]()
+    error = None
     pickler = make_pickler(known)
     try:
         pickler.dump((state, changes, lost, result))

@@ -99,7 +99,8 @@ class CallServer:
         return received
 
     def _carry_out(self, received: transfer.Received) -> None:
-        call, failure, result, path = received.call, None, None, None
+        call, failure = received.call, None
+        result, path = None, None
         try:
             try:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -159,7 +160,8 @@ class _CellStream(io.RawIOBase):
     """A stream that sends bytes to the kernel; loader workers must not do so, and write to the file descriptor."""
 
     def __init__(self, server: CallServer, name: str) -> None:
-        self.server, self.name, self.process_id = server, name, os.getpid()
+        self.server, self.name = server, name
+        self.process_id = os.getpid()
 
     def writable(self) -> bool:
         return True

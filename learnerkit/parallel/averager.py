@@ -41,7 +41,8 @@ class Averager:
     """
 
     def __init__(self, cb: "DistributedCallback", step: RankStep) -> None:
-        self.cb, self.step, self.learn = cb, step, step.learn
+        self.cb, self.step = cb, step
+        self.learn = step.learn
         self.model = nn.Module()  # a placeholder until the first `begin`
         self._heard: list[Optimizer] = []  # the optimizers that have a hook on `step`
         # `_own` is the method that the learner overrides and that may run backward passes; `_engine` is the option that
@@ -98,7 +99,8 @@ class Averager:
         Args:
             named: all parameters by name: the model's, and those trained beside it.
         """
-        step, learn, cb = self.step, self.learn, self.cb
+        step, learn = self.step, self.learn
+        cb = self.cb
         model = self.model = learn.model
         step.sends = model if cb.sends_buffers and list(model.buffers()) else None
         if cb.sync_bn is not False and rank_norms(model):
@@ -190,7 +192,8 @@ class Averager:
             Whether any rank had data.
         """
         self._check_foreign()
-        learn, given, engine = self.learn, self.cb.find_unused_parameters, self._engine
+        learn, given = self.learn, self.cb.find_unused_parameters
+        engine = self._engine
         mine = first and (*first, buffer_marks(learn.model, learn.loss_func))
         everyone = [found for found in distributed.all_gather(mine) if found is not None]
         if not everyone:

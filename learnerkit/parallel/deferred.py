@@ -28,7 +28,8 @@ class Deferred:
     def __init__(
         self, step: "RankStep", own: bool, settle: Callable[[tuple[list[str], list[str]] | None], bool] | None = None
     ) -> None:
-        self.step, self.mean, self.own, self._settle = step, step.mean, own, settle
+        self.step, self.mean = step, step.mean
+        self.own, self._settle = own, settle
 
     def backward(self) -> None:
         """Compute the gradients of the weighted loss; a batch that counts nothing has none."""
@@ -57,7 +58,8 @@ class Deferred:
             self._finish()
 
     def _first(self, pieces: list[Tensor]) -> tuple[list[str], list[str]]:
-        params, found, reasons = self.step.params, set(pieces), list[str]()
+        params, found = self.step.params, set(pieces)
+        reasons = list[str]()
         if any(p.grad is not None and p.grad.layout is not torch.strided for p in params.values()):
             reasons.append("gradients are sparse")
         if len(found) < len(pieces):

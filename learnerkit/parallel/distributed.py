@@ -109,14 +109,17 @@ class DistributedCallback(Callback):
         **ddp_kwargs: Any,
     ) -> None:
         super().__init__()
-        self.sync_bn, self.split_batches, self.find_unused_parameters = sync_bn, split_batches, find_unused_parameters
+        self.sync_bn, self.split_batches = sync_bn, split_batches
+        self.find_unused_parameters = find_unused_parameters
         if timeout is None:
             timeout = float(os.environ.get("LEARNERKIT_TIMEOUT", 300))
         self.timeout = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         self.wrap_names = tuple(listify(wrap))
-        self.dataset_is_sharded, self.uneven, self.comm_hook = sharded, uneven, comm_hook
+        self.dataset_is_sharded, self.uneven = sharded, uneven
+        self.comm_hook = comm_hook
         self.shard = shard if isinstance(shard, bool) else listify(shard)
-        self.reshard_after_forward, self.offload, self.sync = reshard_after_forward, offload, sync
+        self.reshard_after_forward, self.offload = reshard_after_forward, offload
+        self.sync = sync
         if uneven not in ("stop", "join"):
             raise ValueError(f"got uneven={uneven!r}; it takes 'stop' or 'join'")
         if comm_hook not in (None, *COMM_HOOKS):
@@ -289,7 +292,8 @@ class DistributedCallback(Callback):
         Args:
             step: the step of the ranks in training; `None` in evaluation.
         """
-        learn, dl, training = self.learn, self.learn.dl, step is not None
+        learn, dl = self.learn, self.learn.dl
+        training = step is not None
         dataset, key = getattr(dl, "dataset", None), (id(dl), training)
         iterable = isinstance(dataset, IterableDataset)
         position = learn._position if training else None

@@ -84,7 +84,8 @@ class LeftBatch(Callback):
 
     def finish_backward(self) -> None:
         """Take part in the reduction of the gradients without data, if this rank has skipped its backward pass."""
-        learn, step, dispatch = self.learn, self.step, self.step.dispatch
+        learn, step = self.learn, self.step
+        dispatch = self.step.dispatch
         if step.reduced:
             return
         dispatch.resume("before_batch")  # schedules, for example, must run: the step is taken here, too
@@ -128,7 +129,8 @@ class LeftBatch(Callback):
         self.learn._step()
         step.note_optimizer_step()
 
-    after_cancel_backward, after_cancel_step, after_cancel_batch = finish_backward, step_unless_all_skip, finish_batch
+    after_cancel_backward, after_cancel_step = finish_backward, step_unless_all_skip
+    after_cancel_batch = finish_batch
 
 
 class StandIn(Callback):

@@ -60,7 +60,8 @@ class RankLoader(LoaderView):
         rank_step: "RankStep | None" = None,
     ) -> None:  # fmt: skip
         super().__init__(loader)
-        self.indices, self.dims, self.cut, self.rank_step = indices, dims, cut, rank_step
+        self.indices, self.dims = indices, dims
+        self.cut, self.rank_step = cut, rank_step
         self.split = getattr(indices, "split", False)
         self.share: Share | None = None
         self.sample: Any = None
@@ -160,7 +161,8 @@ class RankStreamLoader(RankLoader):
         self, dl: DataLoader, name: str, *, rank_step: "RankStep | None", split: bool, sharded: bool, join: bool,
         dims: Dims, cut: Callable[[Any], Share], count: Callable[[Any], int | None] | None,
     ) -> None:  # fmt: skip
-        ranks, size, made = distributed.world_size(), dl.batch_size or 1, dl.batch_sampler is None
+        ranks, size = distributed.world_size(), dl.batch_size or 1
+        made = dl.batch_sampler is None
         split = split and not sharded
         if split and dl.batch_size is not None and size < ranks:
             raise ValueError(
@@ -174,12 +176,14 @@ class RankStreamLoader(RankLoader):
         self._finish: Callable[[Any], Any] = itself
         collate: Callable[[Any], Any] = dl.collate_fn
         if not sharded and not dl.num_workers:  # samples of other ranks need not be collated
-            self._finish, collate, replaced["pin_memory"] = partial(_joined, dl), itself, False
+            self._finish, collate = partial(_joined, dl), itself
+            replaced["pin_memory"] = False
         if not made:
             collate = partial(collated_share, collate, *((distributed.rank(), ranks) if split else (0, 1)))
         loader = with_batches(dl, collate_fn=collate, **replaced)
         super().__init__(loader, None, dims, cut if made and split else None, rank_step)
-        self.join, self.sharded, self.split, self.alike = join, sharded, split, not sharded
+        self.join, self.sharded = join, sharded
+        self.split, self.alike = split, not sharded
         self.usual_total = None if made and not sharded else size if split else size * ranks
         self._count = None if split or sharded else count
         self.parts = (ranks if sharded else 1, max(1, dl.num_workers))
@@ -300,7 +304,8 @@ class RankStreamLoader(RankLoader):
     def _together(self, rank_step: "RankStep") -> Iterator:
         pieces, step = self._pieces(), self._first
         piece = next(pieces, _NOTHING)
-        self.sample, self.is_last, self._left = piece.batch, False, False
+        self.sample, self.is_last = piece.batch, False
+        self._left = False
         having = sum(self._compare(piece.batch))
         if not having:
             if self._first:
@@ -319,7 +324,8 @@ class RankStreamLoader(RankLoader):
         if rank_step.mean.begun:  # a step of several batches is still to be taken
             self.is_last = True
             yield self._given(Share(0, 0, 0), step)
-        self.share, self._ended, self._left = None, False, piece.batch is not None
+        self.share, self._ended = None, False
+        self._left = piece.batch is not None
         if self.source is not None:
             deque(pieces, 0)  # the rest of the last step is read so that the next epoch begins alike on all ranks
         self._tell(step, piece.batch is not None)

@@ -53,7 +53,8 @@ class RankStep:
     """
 
     def __init__(self, learn: "Learner", agreement: Agreement) -> None:
-        self.learn, self.agreement, self.dispatch = learn, agreement, cast(RankDispatch, learn._dispatch)
+        self.learn, self.agreement = learn, agreement
+        self.dispatch = cast(RankDispatch, learn._dispatch)
         self.mean = GradientMean(learn._loss_weighting.sums, distributed.world_size())
         self.named: dict[str, nn.Parameter] = {}
         self.params: dict[str, nn.Parameter] = {}
@@ -139,7 +140,8 @@ class RankStep:
 
     def weigh(self) -> bool:
         """Add the batch's count to the step, weigh its loss by it, and tell whether the count may be other than 0."""
-        learn, mean, something = self.learn, self.mean, self.take_count()
+        learn, mean = self.learn, self.mean
+        something = self.take_count()
         learn.loss_grad = mean.weigh(learn.loss_grad, self.count, output_of(learn))
         if learn.shards is None and learn.step_due and learn.step_batches == 1 and not self.kept:
             # A callback's own backward pass may have left gradients, which have the weight of the loss.
@@ -256,7 +258,8 @@ class Overlapped:
     def __init__(
         self, step: RankStep, comm_hook: str | None, options: dict[str, Any], give_up: Callable[[], StepGradient]
     ) -> None:
-        self.step, self.mean, self._give_up = step, step.mean, give_up
+        self.step, self.mean = step, step.mean
+        self._give_up = give_up
         self._carrier: nn.Parameter | None = None  # its gradient is the vector, which then needs no collective
         device, params = step.learn.dls.device, list(step.params.values())
         held = nn.Identity()  # returns the loss that it is called with
@@ -275,7 +278,8 @@ class Overlapped:
 
     def backward(self) -> None:
         """Compute the gradients of the weighted loss; those of a batch that counts nothing are zeros."""
-        step, learn, carrier = self.step, self.step.learn, self._carrier
+        step, learn = self.step, self.step.learn
+        carrier = self._carrier
         if step.is_changed():
             self._give_up().backward()
             return

@@ -70,7 +70,8 @@ class Shards:
         offload: bool = False,
         stays: bool = False,
     ) -> None:
-        self.model, self.units, self.device, self.stays = model, list(units.values()), device, stays
+        self.model, self.units = model, list(units.values())
+        self.device, self.stays = device, stays
         self.names = {unit: name for name, unit in units.items()}
         self._reshard = reshard_after_forward
         # A model on the host needs no offloading.

@@ -58,7 +58,8 @@ class Sharded:
         votes: bool,
         sync: bool = True,
     ) -> None:
-        self.step, self.mean, self.shards, self._own = step, step.mean, shards, own
+        self.step, self.mean = step, step.mean
+        self.shards, self._own = shards, own
         self._settle, self._votes = settle, votes and not own
         self._check: Callable[[], None] | None = check
         self._weight: float | None = None  # the weight of the gradients in the learner's own passes, once it is known
