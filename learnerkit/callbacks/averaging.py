@@ -269,7 +269,7 @@ class EMA(_Averaging):
                 distributed.give_values([*beside.values()])  # every rank must reach this
 
     def _beside(self) -> dict[str, Tensor]:
-        "What the module has beside the learner's model, which is saved with all that it has."
+        "Return the module's tensors that the learner's model does not have; checkpoints save the model's anyway."
         if self.module is None:
             return {}
         module, model = unwrap(self.module), unwrap(self.learn.model)
@@ -479,7 +479,7 @@ class SWA(_Averaging):
         super().after_fit()
 
     def state_dict(self) -> dict[str, Any]:
-        """Also whether this epoch counts."""
+        """Return the average, how often it was updated, and whether this epoch counts."""
         return super().state_dict() | {"counts": self._counts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -479,12 +479,12 @@ class _Found:
 
 
 class Part:
-    """Some samples of a batch.
+    """A part of a batch: some of its samples.
 
     Attributes:
-        rows: how many.
-        attributes: those of the learner for this part.
-        streams: the random states with which its forward pass begins.
+        rows: its number of samples.
+        attributes: the learner's attributes for this part, such as `xb`, `yb` and `batch_size`.
+        streams: the states of the random number generators when its forward pass began.
     """
 
     def __init__(self, rows: int, attributes: dict[str, Any]) -> None:
@@ -498,13 +498,13 @@ class Part:
 
 
 class _Way(NamedTuple):
-    """How a tensor of the whole output is made of those of the parts.
+    """The way in which a tensor of the whole batch's output is made from the tensors of the parts.
 
     Attributes:
-        place: of the tensor in the output of a part.
-        dim: along which those of the parts are joined; `None`: it is the sum of them, with shares.
-        ends: where each part begins and ends along it.
-        shares: of the parts.
+        place: the index of the tensor in a part's output.
+        dim: the dimension along which the parts' tensors are concatenated; `None`: they are summed, with weights.
+        ends: the boundaries of the parts along `dim`.
+        shares: the weight of each part in the sum.
     """
 
     place: int

@@ -197,7 +197,7 @@ class CarriedState(Callback):
         self._state, self._new = to_device(found[0], self.learn.dls.device), []
 
     def _recut(self, whole: Any) -> Any:
-        "This rank's rows of all."
+        "Return this rank's rows of a state that has the rows of all ranks."
         if self.learn.n_ranks == 1:
             return whole
         total = next((t.shape[self.dim] for t in rows_in(whole, self.dim)), 0)

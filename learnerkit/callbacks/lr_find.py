@@ -24,7 +24,7 @@ _LAST = 5  # losses ignored at the end, where training diverges
 
 
 class SuggestedLRs(tuple[float, ...]):
-    """What `Learner.lr_find` returns, as type checkers see it: a named tuple of the rates by their functions' names."""
+    """The result of `Learner.lr_find`, as type checkers see it: a named tuple of rates by their functions' names."""
 
     valley: float
     slide: float

@@ -122,7 +122,7 @@ class _Fields(NamedTuple):
 
 
 class Prediction(_Fields):
-    """What is predicted for one input, without the batch axis, on the host: `label, decoded, pred = ...`.
+    """The prediction for one input, without the batch axis, on the host: `label, decoded, pred = ...`.
 
     Args:
         label: the class's name, or those of several, where the loaders have `classes`; a single number as Python's;
@@ -185,7 +185,7 @@ def predicted(learn: "Learner", n: int, act: Callable[[Tensor], Tensor] | None) 
 
 
 def _each(part: Any, n: int) -> Sequence[Any]:
-    "What a model has made of a batch of `n` samples, as a batch of one for each of them."
+    "Split a model's output for a batch of `n` samples into an output for a batch of one for each sample."
     if isinstance(part, Tensor) and part.ndim and len(part) == n:
         return part.split(1)
     part = with_rows(part, n)
@@ -219,7 +219,7 @@ def activation_for(
 
 
 def _rule(learn: "Learner") -> Callable[[Any], Any] | ValueError:
-    "What makes probabilities of predictions of a learner, or the error that says why nothing does."
+    "Return the function that turns a learner's predictions into probabilities, or the error if there is none."
     loss_func, names = learn.loss_func, learn.dls.target_names
     if loss_func is None and names is not None:
         return partial(_of_own_loss, names=names)

@@ -131,7 +131,7 @@ def print_above(line: str) -> None:
 
 
 class NotebookPage:
-    """One output of a notebook cell: the table and, below it, a bar that is removed at the end.
+    """The output of a notebook cell: the table and, below it, a bar that is removed at the end.
 
     It is the learner's logger during a fit.
     """

@@ -201,7 +201,7 @@ class Evaluation:
         return values
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank has seen. A host-device sync."""
+        """Return this rank's losses and the states of its metrics. A host-device sync."""
         meters = [] if self._is_fresh else [meter.state_dict() for meter in self.meters]
         return self.loss.state_dict() | {"batches": self.batches, "meters": meters}
 
@@ -218,7 +218,7 @@ class Evaluation:
 
 
 def _facts(learn: "Learner") -> tuple[Any, Any, str | None]:
-    "What metrics are told of a learner: its loss, its classes, and the kind of its targets."
+    "Return the arguments of `make_meters` for a learner: its loss, its classes, and the kind of its targets."
     return learn.loss_func, learn.dls.classes, learn.dls.targets
 
 
@@ -282,7 +282,7 @@ class Smoother:
         self._seen, self._epoch_start = 0, (len(self.values), self._average, self._count)
 
     def state_dict(self) -> dict[str, Any]:
-        """What is final: without the current epoch."""
+        """Return the values of finished epochs, without the current one."""
         length, *average = self._epoch_start
         return {"values": self.values[:length], "given": self.given[:length], "average": average}
 
@@ -306,9 +306,10 @@ class PastFit(SimpleNamespace):
     __slots__ = ("_saved",)
 
     def saved(self) -> str | dict[str, Any]:
-        """What a checkpoint keeps of it, made once: a text, as scripts may have hundreds of fits.
+        """Return what a checkpoint keeps of the fit, as JSON, since a script may have hundreds of fits; cached.
 
-        A long fit is kept as it is, as a checkpoint has tensors of long lists; so is what JSON has no word for.
+        A fit of 1000 batches or more stays a dict, whose long lists a checkpoint stores as tensors; so does a fit with
+        values that JSON cannot hold.
         """
         if not hasattr(self, "_saved"):
             self._saved: str | dict[str, Any] = vars(self)
@@ -399,7 +400,7 @@ class Recorder(Callback):
         return self.losses[-1] if self.losses else None
 
     def recent_losses(self) -> list[float]:
-        """Those of `losses` that are on the host; never waits for the device."""
+        """Return the smoothed losses that have arrived on the host; never waits for the device."""
         if self._in_epoch:
             self._smooth.extend(self._train.loss.losses.poll())
             is_fine = not self._smooth.values or math.isfinite(self._smooth.values[-1])

@@ -203,7 +203,7 @@ class SaveModelCallback(TrackerCallback):
             self.learn.say(f"loaded the best model ({self.monitor} {self.best:.6g}) from {self._best_path}")
 
     def state_dict(self) -> dict[str, Any]:
-        """Also whether the best model is in its file."""
+        """Return the best value, the rows so far, and whether the best model is in its file."""
         return super().state_dict() | {"saved": self._best_path is not None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -273,7 +273,7 @@ class _Patient(TrackerCallback):
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
-        """Also the rows without a new best."""
+        """Return the best value, the rows so far, and how many of the last rows had no new best."""
         return super().state_dict() | {"wait": self.wait}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What to do about the commonest mistakes, by the error, the module that failed and what it got; '' where unknown."""
+"""The advice for the commonest mistakes, by the error, the failing module and its inputs; '' if there is none."""
 
 import re
 from collections.abc import Mapping
@@ -265,7 +265,7 @@ def samples_of(frames: list[FrameType]) -> dict[Any, Any]:
 
 
 def of_samples(samples: dict[Any, Any], text: str) -> str:
-    """Samples that cannot be joined; those of a loader's worker are not at hand."""
+    """Advise about samples that cannot be collated; samples in a loader's worker are out of reach."""
     if "equal size" in text:
         kinds = [(number, describe(sample)) for number, sample in samples.items()]
         other = next((kind for kind in kinds if kind[1] != kinds[0][1]), None)

@@ -1,4 +1,4 @@
-"""Why a loader's worker is gone."""
+"""The reason for which a loader's worker has ended."""
 
 import re
 import signal

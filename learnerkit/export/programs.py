@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class Predictor(nn.Module):
-    """What is traced: the model, called as the learner calls it, and of its output the predictions.
+    """The module that is traced: calls the model as the learner does, and returns the predictions of its output.
 
     Args:
         learn: the learner, whose `model` is the plain one.
@@ -338,7 +338,7 @@ _NAMES = ("name", "as_name", "parameter_name", "buffer_name", "tensor_constant_n
 
 
 def _check_structure(spec: Any) -> None:
-    "How inputs and outputs are nested: of the types that torch would import by name, none."
+    "Refuse a nesting of inputs and outputs that has a type which torch would import by name."
     if spec["type"] not in _STRUCTURES or "__enum__" in (spec["context"] or ""):
         raise _refused("the type", f"{spec['type']} {spec['context']}")
     for part in spec["children_spec"]:

@@ -48,7 +48,7 @@ class _OfPrepared(DataLoaders):
 
 
 def _is_raw(item: Any) -> bool:
-    "Whether an input, or a part of it, is a path, a picture, a text, a table or missing, which is no tensor yet."
+    "Tell whether an input, or a part of it, is no tensor yet: a path, a picture, a text, a table or `None`."
     if isinstance(item, Mapping | tuple | list):
         return any(map(_is_raw, item.values() if isinstance(item, Mapping) else item))
     return isinstance(item, str | Path | None) or type(item).__module__.partition(".")[0] in ("PIL", "pandas")

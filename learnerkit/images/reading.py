@@ -121,7 +121,7 @@ class ImageReader:
 
 
 class Place(NamedTuple):
-    """Where the pixels of a picture go: a part in its middle is resized, and put in the middle of the new picture.
+    """The mapping of a picture's pixels: a part in its middle is resized, and put in the middle of the new picture.
 
     Args:
         stored: (height, width) of the picture as it is stored, turned as its EXIF data say.

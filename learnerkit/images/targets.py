@@ -1,4 +1,4 @@
-"""What is predicted for a picture: how targets of each kind are read, and how they follow their picture."""
+"""The targets of pictures: how each kind is read, and how it is transformed with its picture."""
 
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -251,7 +251,7 @@ class ReadImages(Dataset):
         return labels_of(self.samples) if self.targets.kind == "class" else None
 
     def scale(self) -> tuple[Tensor, Tensor]:
-        """What predictions of numbers and points begin with: a mean and a standard deviation for each of them.
+        """Return the mean and the standard deviation with which predictions of numbers and points begin.
 
         Of points they are the middle of the picture and half its size. Of numbers they are those of the targets where
         these are known without reading pictures, in a list, and else 0 and 1.

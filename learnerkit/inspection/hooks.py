@@ -79,7 +79,7 @@ class Hooks:
 
     @property
     def stored(self) -> list:
-        """What each of them has stored."""
+        """The stored values of each hook."""
         return [hook.stored for hook in self.hooks]
 
     def remove(self) -> None:
@@ -212,12 +212,12 @@ class ActivationStats(Callback):
 
     @property
     def stats(self) -> dict[str, dict[str, list[float]]]:
-        """For each layer its 'mean', 'std' and 'near_zero' at each of `steps`. In a fit this is a host-device sync."""
+        """The 'mean', 'std' and 'near_zero' of each layer at each of `steps`. In a fit this is a host-device sync."""
         values = torch.tensor(self._values.all(), dtype=torch.float64).view(-1, len(self.layers), len(_STATS))
         return {layer: dict(zip(_STATS, values[:, i].T.tolist(), strict=True)) for i, layer in enumerate(self.layers)}
 
     def state_dict(self) -> dict[str, Any]:
-        """What was recorded. A host-device sync."""
+        """Return the recorded statistics. A host-device sync."""
         self._counts = [counts.cpu() for counts in self._counts]
         counts = torch.stack(self._counts) if self._counts else None
         return {

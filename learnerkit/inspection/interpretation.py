@@ -1,4 +1,4 @@
-"""What a model predicts, and what it gets wrong."""
+"""Views of what a model predicts, and of what it gets wrong."""
 
 from collections.abc import Iterable
 from itertools import islice
@@ -37,7 +37,7 @@ def decode(loss_func: Any, preds: Any, targets: Any) -> Tensor | None:
 
 
 class ClassificationInterpretation:
-    """What a classifier confuses, and where its loss is large. `from_learner` makes one.
+    """A view of the classes that a classifier confuses, and of its largest losses. `from_learner` makes one.
 
     Args:
         dls: whose `classes` name the classes, and whose `decode` shows inputs.
@@ -93,7 +93,7 @@ class ClassificationInterpretation:
         return cls(learn.dls, dl, preds, actual, found, losses[0] if losses else None)
 
     def confusion_matrix(self) -> Tensor:
-        """How many samples of each actual class (row) were predicted as which class (column).
+        """Count the samples of each actual class (row) that were predicted as each class (column).
 
         Samples with a negative target, which torch's losses ignore, do not count.
         """
@@ -134,7 +134,7 @@ class ClassificationInterpretation:
         return ax
 
     def most_confused(self, min_val: int = 1) -> list[tuple[str, str, int]]:
-        """Which classes were taken for which: (actual, predicted, how often), the most frequent first.
+        """Return the classes that were taken for others as (actual, predicted, how often), the most frequent first.
 
         Args:
             min_val: leave out what happened less often.
@@ -227,7 +227,7 @@ def _classes(x: Any) -> Tensor | None:
 
 
 def _notes(targets: Iterable[Any], found: Iterable[Any], classes: Any) -> dict[str, list[str]]:
-    """What to write to samples with these targets and decoded predictions."""
+    """Return the texts to show with samples: their targets and decoded predictions, with wrong ones marked."""
     pairs = [(label(y, classes), label(p, classes)) for y, p in zip(targets, found, strict=True)]
     mark = "" if callable(classes) else WRONG  # of a text some tokens are right, and some are not
     return {"target": [y for y, _ in pairs], "prediction": [p if p == y else mark + p for y, p in pairs]}
@@ -260,7 +260,7 @@ def show_results(learn: "Learner", n: int, ds_idx: int) -> Any:
 
 
 def _some(loader: DataLoader, n: int) -> list:
-    """Samples from all over a dataset, at equal distances; of an iterable one the first."""
+    """Return samples from all over a dataset, at equal distances; of an iterable dataset the first ones."""
     dataset: Any = loader.dataset
     with keep_seeds(loader):
         if isinstance(dataset, IterableDataset):

@@ -38,7 +38,7 @@ class Layer(NamedTuple):
 
 @dataclass
 class Summary:
-    """What `Learner.summary` has found; `str(summary)` is a table.
+    """The result of `Learner.summary`; `str(summary)` is a table.
 
     Attributes:
         model: its class, parameters, and how many of them are frozen.
@@ -194,7 +194,7 @@ def _bytes(tensors: Iterable[Any]) -> int:
 
 
 def _state_bytes(learn: "Learner", trained: list[nn.Parameter]) -> int | None:
-    """What the optimizer keeps: as it is, or tried out on parameters without data."""
+    """Return the bytes of the optimizer's state; before its first step, those of a step on meta tensors."""
     found = state_tensors(learn.opts)
     if found or overrides(learn, "create_opt"):
         return _bytes(found) if found else None

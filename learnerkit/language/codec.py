@@ -66,7 +66,7 @@ class TextCodec:
 
     @property
     def vocab_size(self) -> int:
-        """How many different tokens there are."""
+        """The number of different tokens."""
         return self._tokenizer.get_vocab_size()
 
     def encode(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
@@ -95,7 +95,7 @@ class TextCodec:
         return self._tokenizer.decode([int(i) for i in ids]).strip()
 
     def to_json(self) -> dict[str, Any]:
-        """What `from_json` takes: plain values, the text of the tokenizer's own JSON among them."""
+        """Return plain values that `from_json` reads, among them the tokenizer's own JSON as text."""
         self._tokenizer.no_truncation()
         return {"tokenizer": self._tokenizer.to_str(), "max_len": self.max_len, "pad": self.pad, "end": self.end}
 

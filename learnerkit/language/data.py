@@ -171,7 +171,7 @@ class TextData:
 
     @property
     def vocab_size(self) -> int:
-        """How many different tokens there are, for the model's first layer."""
+        """The number of different tokens, for the model's first layer."""
         return self.codec.vocab_size
 
     def _encoded(self, texts: list[str], numbers: np.ndarray) -> EncodedTexts | Tensor:
@@ -247,7 +247,7 @@ class TextData:
 
     @property
     def collate(self) -> Padded:
-        """What makes a batch of samples."""
+        """The function that makes a batch of samples."""
         return Padded(self.codec.pad, masked=self.classes is not None)
 
     # Files

@@ -1,1 +1,1 @@
-"""What a model needs that is too large for one process: its units, and parameters whose memory is that of files."""
+"""The support of models too large for one process: their units, and parameters that are mapped from files."""

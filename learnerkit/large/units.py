@@ -172,7 +172,7 @@ def _descendants(m: nn.Module) -> Iterator[nn.Module]:
 
 
 def _kind(m: nn.Module) -> object:
-    """What equal modules have in common: the class, and of an `nn.Sequential` the classes in it."""
+    """Return a key that equal modules share: the class, and for an `nn.Sequential` the classes in it."""
     kind = parametrize.type_before_parametrizations(m)  # each parametrized module has a class of its own
     return (kind, frozenset(map(type, m.children()))) if kind is nn.Sequential else kind
 
@@ -185,6 +185,6 @@ def _by_kind(modules: Iterable[nn.Module]) -> dict[object, list[nn.Module]]:
 
 
 def _outermost(modules: list[nn.Module]) -> list[nn.Module]:
-    """Those that are inside none of the others."""
+    """Return the modules that are inside none of the others."""
     inside = {part for m in modules for part in m.modules() if part is not m}
     return [m for m in modules if m not in inside]

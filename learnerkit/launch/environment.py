@@ -9,7 +9,7 @@ from learnerkit.processes.machine import LOOPBACK, LOOPBACK_INTERFACE
 
 @dataclass(frozen=True)
 class Topology:
-    """Which ranks of a run one launcher starts, and where all ranks connect; by default it starts all of them.
+    """The ranks of a run that one launcher starts, and where all ranks connect; by default it starts all of them.
 
     Args:
         nproc: how many ranks it starts.

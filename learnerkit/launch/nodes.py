@@ -1,4 +1,4 @@
-"""How the launchers of several machines (nodes) make an attempt to run the job together, and agree on how it ended.
+"""The launchers of several machines (nodes): make an attempt to run the job together, and agree on how it ended.
 
 A launcher on each machine starts and watches its own ranks. Before every attempt it finds the others (`rendezvous.py`),
 and they exchange what they must know of each other (`node_info.py`). While the ranks run, each gives signs of life, and

@@ -1,4 +1,4 @@
-"""How the launchers of several machines find each other: in a store of torch's, at an address that all are told.
+"""The rendezvous of the launchers of several machines, in a torch store at an address that all are given.
 
 Either the nodes know their numbers, and the launcher of node 0 serves the store; or torch's elastic rendezvous numbers
 them, and nodes may join and leave. Whoever reaches the store can read and change what is in it, and torch's rendezvous

@@ -19,7 +19,7 @@ MAY_FOLLOW, FOLLOWS = 1, 2  # see follows
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an attempt ended for all nodes.
+    """The end of an attempt, for all nodes.
 
     Args:
         kind: 'done', 'failed', 'stopped' (a launcher got a signal), 'lost' (a node is), 'joined' (a node wants to be).
@@ -36,7 +36,7 @@ class Outcome:
 
 @dataclass
 class Rank:
-    """One process of the run."""
+    """A process of the run."""
 
     number: int
     process: subprocess.Popen[bytes]

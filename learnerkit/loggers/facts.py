@@ -1,4 +1,4 @@
-"""What is known of the code and of the data that a run began with, without reading the data."""
+"""The facts about the code and the data of a run that can be known without reading the data."""
 
 import hashlib
 import os
@@ -76,7 +76,7 @@ def _attributes(data: Any, depth: int = 0) -> Iterator[bytes]:
 
 
 def _parts(value: Any, depth: int = 0) -> Iterator[bytes]:
-    """What a value is told apart by; `depth`: it lies in so many others."""
+    """Yield the bytes that tell a value apart from others; `depth`: the number of containers around it."""
     if isinstance(value, dict):
         value = list(value.items())
     if isinstance(value, np.ndarray) and value.dtype == object:

@@ -1,4 +1,4 @@
-"""What all loggers share: which numbers are written, when, and how a run goes on in the next fit or after a kill."""
+"""The base of all loggers: which numbers are written, when, and how a run goes on in the next fit or after a kill."""
 
 from collections.abc import Callable, Iterable, Mapping
 from glob import glob
@@ -30,7 +30,7 @@ Files = str | Path | Iterable[str | Path]
 
 
 class Record(NamedTuple):
-    """What is written of one step.
+    """The values to write for one step.
 
     Attributes:
         step: training batches since the run began.
@@ -425,7 +425,7 @@ def _as_dict(config: Any) -> dict[str, Any]:
 
 
 def _hyper_parameters(learn: "Learner") -> dict[str, Any]:
-    """What a fit was started with, as nested plain values. Needs no communication."""
+    """Return the settings with which a fit was started, as nested plain values. Needs no communication."""
     found = configuration(learn)
     for name, dl in zip(("train", "valid"), learn.dls.loaders[:2], strict=True):
         if dl is not None:

@@ -51,7 +51,7 @@ def needs_batches(metric: Any, holders: list[Holder]) -> bool:
 
 
 def known_torchmetrics(holders: list[Holder]) -> list[Any]:
-    """Those of the holders' objects that torchmetrics made."""
+    """Return the holders' objects that are metrics of torchmetrics."""
     return [h.object for h in holders if libraries.is_torchmetrics(h.object)]
 
 
@@ -125,7 +125,7 @@ _TWO: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "max": 
 
 
 def _combined(values: list, default: Any, how: str) -> Any:
-    """One state from those of the ranks that have seen data."""
+    """Combine the values that one state has on the ranks that have seen data."""
     if not values:
         return copy.deepcopy(default)
     tensors = [torch.as_tensor(value) for value in values]

@@ -104,7 +104,7 @@ def _share(right: Tensor, target: Tensor, loss_func: Any) -> tuple[Tensor, Tenso
 
 
 def counts(target: Tensor, loss_func: Any) -> Tensor:
-    "Which targets count: those that are not negative, and that the loss does not ignore."
+    "Return a mask of the targets that count: those that are not negative and that the loss does not ignore."
     counted = target >= 0
     if is_cross_entropy(loss_func):
         counted &= target != loss_option(loss_func, "ignore_index", -100)

@@ -1,6 +1,6 @@
-"""What torchmetrics and torcheval do not document: the one file to look at when a release of theirs breaks something.
+"""The internals of torchmetrics and torcheval that we rely on: look here when a release of theirs breaks something.
 
-Neither is imported here: an object of theirs shows that the user has done so.
+Neither is imported here: an object of theirs exists only if the user has imported the library.
 """
 
 import sys
@@ -111,14 +111,14 @@ def note_new_states(metric: Any, updates: int) -> None:
 
 
 class HoldsTheWhole:
-    """In the place of `distributed_available_fn`: the states are those of all ranks, so `compute` does not communicate.
+    """Stands in for `distributed_available_fn` once the states are those of all ranks, so `compute` won't sync again.
 
-    It ends with the `reset` of the object, or of a wrapper that keeps the states for it (`Running`).
+    A `reset` of the object, or of a wrapper that keeps its states (`Running`), ends this.
 
     Args:
-        metric: a torchmetrics object.
-        owner: the object that has its states, mostly itself.
-        asked: what the first one had in this place.
+        metric: the torchmetrics object.
+        owner: the object that holds the states of `metric`, mostly `metric` itself.
+        asked: the `distributed_available_fn` that this object replaces.
     """
 
     def __init__(self, metric: Any, owner: Any, asked: Callable[[], bool]) -> None:

@@ -149,7 +149,7 @@ class Meter:
 
     @property
     def may_have_columns(self) -> bool:
-        """Whether the metric computes a dict, of which nobody knows the names yet."""
+        """Tell whether the metric computes a dict whose keys are not known yet."""
         made = signature(self.metric.compute).return_annotation if hasattr(self.metric, "compute") else None
         return self.columns == [self.name] and (get_origin(made) or made) is dict
 
@@ -177,7 +177,7 @@ class Meter:
             return self.numbers(self.metric.compute())
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank has seen, for a checkpoint in mid-epoch."""
+        """Return this rank's state of the metric, for a checkpoint in mid-epoch."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -238,9 +238,9 @@ def _differs(joined: Callable[[list], float], size: int, batch: tuple) -> bool:
 
 
 class MeanMeter(Meter):
-    """For a function that is a mean over samples: averages its values, weighted by batch size.
+    """A meter of a function that is a mean over samples: averages its values, weighted by batch size.
 
-    Values of `accuracy` and its like are weighted by the targets that they count.
+    The values of `accuracy`, `error_rate` and `top_k_accuracy` are weighted by the number of targets that they count.
 
     Args:
         metric, name: as in `Meter`.
@@ -300,7 +300,7 @@ def weighted_mean(total: float, count: float, sharded: bool) -> float:
 
 
 class GatheringMeter(Meter):
-    """For an object whose states cannot be combined: updates it with the batches of all ranks, in order."""
+    """A meter of an object whose states cannot be combined: updates it with the batches of all ranks, in order."""
 
     def reset(self) -> None:
         super().reset()
@@ -332,7 +332,7 @@ class GatheringMeter(Meter):
 
 
 class StatesMeter(Meter):
-    """For an object with declared states, ours or torchmetrics': combines them over the ranks."""
+    """A meter of an object with declared states, ours or torchmetrics': combines them over the ranks."""
 
     def reset(self) -> None:
         super().reset()
@@ -410,10 +410,10 @@ class StatesMeter(Meter):
 
 
 class NamedMeter(StatesMeter):
-    """For a metric of torchmetrics by its name.
+    """A meter of a torchmetrics metric that the user has named.
 
     Args:
-        found: the metric, and what it is given.
+        found: the metric, with the function that prepares its inputs.
         name: as in `Meter`.
     """
 
@@ -427,7 +427,7 @@ class NamedMeter(StatesMeter):
 
 
 class MergingMeter(Meter):
-    """For an object that can merge the states of others (torcheval's `merge_state`)."""
+    """A meter of an object that can merge the states of others (torcheval's `merge_state`)."""
 
     def reset(self) -> None:
         super().reset()

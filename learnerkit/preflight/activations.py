@@ -1,4 +1,4 @@
-"""What a batch keeps for its backward pass, and what it saves and takes to compute activations again."""
+"""The memory that a batch keeps for its backward pass, and what recomputing activations saves and costs."""
 
 import time
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""What the ranks of a run have seen: how rank 0 gathers it, and findings about it in words."""
+"""The facts that the ranks of a run collect, their exchange through a store, and the words for findings."""
 
 import json
 import os
@@ -105,7 +105,7 @@ def hosts(ranks: list[Facts]) -> str:
 
 
 def places(ranks: list[Facts]) -> str:
-    """Some ranks and their machines."""
+    """Name some ranks and their machines."""
     return f"rank{'s' * (len(ranks) > 1)} {first_few(f['rank'] for f in ranks)} ({hosts(ranks)})"
 
 

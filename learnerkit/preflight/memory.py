@@ -1,4 +1,4 @@
-"""What a step needs of the memory: its parts and its peak, whether a batch fits, and what would make it fit."""
+"""The memory that a step needs: its parts and its peak, whether a batch fits, and what would make it fit."""
 
 import re
 import traceback
@@ -123,7 +123,7 @@ def _names(learn: "Learner") -> set[str]:
 
 
 def _less(learn: "Learner") -> list[str]:
-    """What takes less memory, of that which the learner does not have yet."""
+    """Return the ways to save memory that the learner does not use yet."""
     ways = {
         "split_batch": "SplitBatch()",
         "activation_checkpointing": "ActivationCheckpointing()",
@@ -142,12 +142,12 @@ def _kinds(learn: "Learner") -> dict[str, list[Tensor]]:
 
 
 def _held(learn: "Learner") -> str:
-    """What is held on this rank now, in words."""
+    """Describe the bytes that parameters, gradients and optimizer state take on this rank now."""
     return ", ".join(f"{kind} {in_units(sum(local(t).nbytes for t in part))}" for kind, part in _kinds(learn).items())
 
 
 def _needs(found: Prediction) -> str:
-    """What a step on a batch needs, in words."""
+    """Describe the memory that a step on a batch needs."""
     return (
         f"{found.batch_size} samples take {in_units(found.peak)}: parameters {in_units(found.parameters)}, gradients "
         f"{in_units(found.gradients)}, optimizer {in_units(found.optimizer)}, activations {in_units(found.per_sample)} "
@@ -156,7 +156,7 @@ def _needs(found: Prediction) -> str:
 
 
 def _ways(learn: "Learner", seen: Seen, found: Prediction, room: float, waits: bool = False) -> str:
-    """What would make a batch fit, by predictions without values; `waits`: others wait for it, so by `found` alone."""
+    """Name changes that would make a batch fit, by steps on fake tensors; if other ranks wait, by `found` alone."""
 
     def predicted(*cbs: Callback) -> Prediction | None:
         added = "" if waits else predict_memory(learn, seen, cbs, [fake_steps])

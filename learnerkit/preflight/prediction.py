@@ -1,4 +1,4 @@
-"""What a training step needs of the memory, predicted from steps on fake tensors, which have shapes and no values."""
+"""The memory that a training step needs, predicted from steps on fake tensors, which have shapes and no values."""
 
 import copy
 import logging
@@ -50,15 +50,16 @@ class Seen(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """What a training step needs of the memory, in bytes of live tensors.
+    """The memory that a training step needs, in bytes of live tensors.
 
     Attributes:
         parameters, gradients, optimizer: bytes of each.
         per_sample: bytes that each further sample adds to a large batch.
-        base: bytes of a large batch without those of its samples.
-        peak: the most that is alive at a time in a step on the batch.
-        batch_size: the batch's samples.
-        lines: (base, per_sample) of lines, the highest of which counts; the last one is that of large batches.
+        base: bytes of a step on a large batch that do not depend on the number of samples.
+        peak: the most bytes alive at a time in a step on the batch.
+        batch_size: the number of samples of the batch.
+        lines: (base, per_sample) of several lines over the batch size, whose maximum is the peak; the last is that of
+            large batches.
     """
 
     parameters: int

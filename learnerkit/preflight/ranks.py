@@ -373,7 +373,7 @@ def _likely_reason(one: dict, wrong: set[str], first_alike: bool, apart: str, pa
 
 
 def _compare_samples(steps: list[tuple]) -> tuple[str, str]:
-    """What differs first in the samples read, and the likely reason."""
+    """Describe the first difference in the samples read, and its likely reason; two empty texts if there is none."""
     for number, (step, parts) in enumerate(steps, 1):
         theirs = [
             (rank, part["shapes"], sample, data)

@@ -1,4 +1,4 @@
-"""What the checks find and how it is printed: alike in `learn.check()`, `learn.check_distributed()` and the doctor.
+"""Findings and their printed form, the same in `learn.check()`, `learn.check_distributed()` and the doctor.
 
 It imports no torch, as the launcher's side of the doctor needs it.
 """
@@ -16,7 +16,7 @@ WIDTH, INDENT = 98, 16
 
 
 class Finding(NamedTuple):
-    """What a check has found out about a topic.
+    """The result of a check of a topic.
 
     Attributes:
         mark: `OK`, `HINT`, `WRONG` or `NOTHING`.

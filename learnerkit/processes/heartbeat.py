@@ -1,4 +1,4 @@
-"""Where in a run a rank is, in memory that the launcher and the machine's other ranks can read even if it hangs."""
+"""The place in the run where a rank is, in memory that the launcher and other local ranks can read even if it hangs."""
 
 import mmap
 import os

@@ -1,1 +1,1 @@
-"""How a fit scales: where a step's time goes, what the batch is worth, and the rate that goes with it."""
+"""The scaling of a fit: where a step's time goes, how large a batch is useful, and the rate that goes with it."""

@@ -1,4 +1,4 @@
-"""What a training step costs on several ranks of a machine: measured, as the forecast needs it."""
+"""The cost of a training step on several ranks of a machine, measured as the input of the forecast."""
 
 import os
 import time
@@ -25,21 +25,21 @@ if TYPE_CHECKING:
 
 
 class StepCost(NamedTuple):
-    """What a step costs, and what it sends.
+    """The seconds that a step takes on each number of ranks, and the bytes that it sends.
 
     Attributes:
-        ranks: of a machine, on which this was measured.
+        ranks: the number of ranks on each machine when this was measured.
         machines: how many machines there were.
         single: seconds of a step in a process that is the only one, with the threads that it has or could have.
         alone: seconds on one rank, with a rank's threads, while the others wait.
-        together: seconds on all ranks at the same time, while no gradients travel.
+        together: seconds when all ranks compute at the same time and send no gradients.
         at_once: how many ranks can compute at a time: the machine's cores by a rank's threads; `None`: each rank has a
             device of its own.
         batch: samples of a rank's step.
-        sent: bytes of the buckets of gradients, in the order in which they leave.
-        link: between ranks; `None`: there was one process only, and no second could be started.
-        beyond: seconds of a step that this does not explain; negative: of the all-reduce, hidden behind the backward
-            pass.
+        sent: bytes of each bucket of gradients, in the order in which they are sent.
+        link: the link between ranks; `None`: there was one process only, and no second could be started.
+        beyond: seconds of a step beyond computing and all-reduce; negative if part of the all-reduce is hidden behind
+            the backward pass.
     """
 
     ranks: int
@@ -90,7 +90,7 @@ class StepCost(NamedTuple):
 
 
 def cost_of_one(learn: "Learner", step: Pace, backward: float) -> StepCost:
-    """What can be told of one process on a device of its own: gradients can travel during `backward` seconds."""
+    """Return the cost of a step as one process knows it: gradients could be sent during its `backward` seconds."""
     seconds = step.seconds
     return StepCost(1, 1, seconds, seconds, seconds, None, step.samples, _sent(learn), None, -backward)
 

@@ -1,4 +1,4 @@
-"""What a training step, and the way to a given loss, would take on other numbers of ranks: plain arithmetic."""
+"""Forecasts of the time of a training step, and of training to a given loss, on other numbers of ranks."""
 
 import json
 import math
@@ -37,7 +37,7 @@ class Row(NamedTuple):
 
     @property
     def speed(self) -> float:
-        """How many times as fast as one rank that is."""
+        """The speedup over one rank."""
         return 1 / self.time
 
 

@@ -23,12 +23,12 @@ WARM, LEAST, MOST, SECONDS = 3, 7, 100, 1.0
 
 
 class Link(NamedTuple):
-    """How fast messages are between two ranks.
+    """The speed of messages between two ranks.
 
     Attributes:
-        latency: seconds until a message of no length is there.
+        latency: seconds that an empty message takes.
         bandwidth: bytes a second.
-        error: how well this fits what was measured: the largest difference, as a share of the measured time.
+        error: the largest error of the fit, as a share of the measured time.
     """
 
     latency: float

@@ -1,4 +1,4 @@
-"""How a scaling report is made: what is run, in which order, and what is tried."""
+"""The trials behind a scaling report: the steps that are run, their order, and the changes that are tried."""
 
 import os
 import time
@@ -123,7 +123,7 @@ class Making:
         return any(isinstance(module, kinds) for module in unwrap(learn.model).modules())
 
     def _timed_steps(self, quiet: bool = True) -> tuple[list[list[dict[str, float]]], list[float]]:
-        "For each rank the parts of its steps, and the mean seconds of one."
+        "Time the parts of steps; return for each rank the parts of its steps, and the mean seconds of a step."
         watch = Stopwatch(self.learn, self.n_steps)
         run_trial(self.learn, watch, quiet=quiet)
         return distributed.all_gather(watch.parts), distributed.all_gather(sum(watch.seconds) / len(watch.seconds))
@@ -217,7 +217,7 @@ class Making:
             return pace(self.learn, max(2, self.n_steps // batches))
 
     def _advice(self, report: ScalingReport) -> Iterator[tuple[str, Callable]]:
-        """(what, how) to try: `how` returns a context in which it is so, and the batches of a step by then."""
+        """Yield changes to try as (name, change); `change()` returns a context for it, and the batches of a step."""
         dls = self.learn.dls
         # All ranks have the same report, so they try the same.
         saves = {name: 1 - seconds / report.seconds for name, seconds in report.without.items()}

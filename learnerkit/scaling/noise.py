@@ -28,15 +28,15 @@ _OTHERWISE = "accumulate (GradientAccumulation(n_batches=2)), or train on severa
 
 
 class Measured(NamedTuple):
-    """What one optimizer step has shown of the gradients of its parts; on one rank, or added up over several.
+    """The sums that estimate the noise from one step's gradients and those of its parts; of one rank, or of several.
 
     Args:
-        step: which one, from 0.
-        squares: the sum over the parts of what each counts times the squared norm of its mean gradient.
-        parts: how many parts have counted something.
-        taken: what these count, if the step's gradient is their mean; 0 if `squares` are those of differences from
+        step: the number of the step, from 0.
+        squares: the sum over the parts of each part's count times the squared norm of its mean gradient.
+        parts: the number of parts that counted anything.
+        taken: the sum of their counts, if the step's gradient is their mean; 0 if `squares` are of differences from
             their own mean already.
-        counted: what the step counts.
+        counted: the count of the step: over how much its loss is a mean.
         samples: its number of samples.
         whole: the squared norm of its mean gradient.
     """
@@ -344,7 +344,7 @@ class GradientNoiseScale(Callback):
         return [p for p in dict.fromkeys(optim.parameters_of(self.learn.opts)) if p.requires_grad]
 
     def _scale(self) -> float | Tensor:
-        """What the loss is multiplied by in mixed precision; it stays on the device."""
+        """Return the loss scale of mixed precision, or 1; it stays on the device."""
         for cb in self.learn.cbs:
             if isinstance(cb, MixedPrecision) and cb.scaler is not None:
                 return cb.scaler.scale(torch.ones((), device=self.learn.dls.device))
@@ -393,7 +393,7 @@ class GradientNoiseScale(Callback):
         self._stop_listening()
 
     def state_dict(self) -> dict[str, Any]:
-        """What has been measured; what this rank has since the epoch began is its own. A host-device sync."""
+        """Return the measurements of all ranks so far, and this rank's own of the current epoch. A host-device sync."""
         self._close()
         own = [list(row) for row in _rows_of(self._own)]
         rows = [list(row) for row in self._rows]

@@ -73,7 +73,7 @@ class Clock:
         self._count = self._samples = 0
 
     def callbacks(self) -> list[Callback]:
-        """What takes part in the trial."""
+        """Return the callbacks that time the trial."""
         return [Callback(order=-_EDGE, before_train=lambda cb: self.begin(), after_backward=lambda cb: self.reduced())]
 
     def begin(self) -> None:

@@ -27,12 +27,12 @@ RULES: dict[str, Callable[[float], float]] = {"linear": float, "sqrt": sqrt}
 
 
 class Step(NamedTuple):
-    """What an optimizer step sees.
+    """The batch of one optimizer step.
 
     Attributes:
-        samples: of all ranks and batches in a full step; `None` if the loader does not tell.
-        parts: how they come together, such as '64 x 2 processes x 4 batches'.
-        combined: whether it is more than one batch on one process.
+        samples: the samples of a full step, over all ranks and batches; `None` if the loader does not tell.
+        parts: a text that says how they add up, such as '64 x 2 processes x 4 batches'.
+        combined: whether the step has more than one batch of one process.
     """
 
     samples: int | None
@@ -46,7 +46,7 @@ class Step(NamedTuple):
 
 
 def step_of(learn: "Learner", cbs: Any = None) -> Step:
-    """What a step of a fit of `learn` sees, with these callbacks beside its own. Needs no communication."""
+    """Return the batch of an optimizer step of `learn`, fitted with these callbacks, too. Needs no communication."""
     cbs = [*learn.cbs, *listify(cbs)]
     ranks, split, has_parts = ranks_of(learn, cbs)
     group = next((cb for cb in cbs if isinstance(cb, GradientAccumulation)), None)
@@ -128,12 +128,12 @@ class ScaledLR(optim.Later):
         return ScaledLR(self.lr / by, self.at, self.rule, self.then)
 
     def into(self, function: Callable[[Any], Any]) -> "ScaledLR":
-        """As in `Later`."""
+        """Apply a function to the rate when it is known, as `Later.into` does."""
         function(self.lr)  # refuses now what it would refuse when a fit begins
         return ScaledLR(self.lr, self.at, self.rule, (*self.then, function))
 
     def settled(self, learn: "Learner", rates: list[Any], cbs: Any) -> list[Any]:
-        """As in `Later`; says what the rates became."""
+        """Return the rates scaled to this fit's batch, as `Later.settled` does, and print them."""
         step = step_of(learn, cbs)
         if step.samples is None:
             raise ValueError(

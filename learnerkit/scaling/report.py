@@ -24,7 +24,7 @@ _COLORS = {
 
 @dataclass
 class ScalingReport:
-    """Where the time of a training step goes, on each rank, and what changes it; all times are seconds of one step.
+    """A report of where the time of a training step goes on each rank, and what helps; times are seconds of one step.
 
     `str(report)` says it in words, with a table; `report.compare(other)` shows two reports side by side.
 

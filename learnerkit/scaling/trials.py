@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 
 class Pace(NamedTuple):
-    """How fast steps were taken.
+    """The speed of the steps of a trial.
 
     Attributes:
-        seconds: of a step, on the slowest rank.
-        samples: of a step, on all ranks together.
+        seconds: the mean seconds of a step on the slowest rank.
+        samples: the mean samples of a step on all ranks together.
     """
 
     seconds: float

@@ -63,7 +63,7 @@ class Report(Callback):
         self._n_told = max(self._n_told, len(self.reported))
 
     def state_dict(self) -> dict[str, Any]:
-        """What was reported, for a trial that goes on from a checkpoint."""
+        """Return what was reported so far, for a trial that goes on from a checkpoint."""
         return {"reported": list(self.reported)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What to search: a JSON file as Comet's optimizer has it, or with Optuna's words, or with both."""
+"""The config of a search: a JSON file in the format of Comet's optimizer, with Optuna's names, or with both."""
 
 import importlib.util
 import inspect
@@ -160,7 +160,7 @@ def check_values(data: Any, where: str = "", depth: int = 0) -> None:
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter: where its values come from.
+    """A parameter of the search, and the distribution of its values.
 
     Args:
         choices: the values, if they are listed; else it is a number.
@@ -316,7 +316,7 @@ class Config:
 
     @property
     def total(self) -> int:
-        """How many trials there are to be; 0: no limit."""
+        """The number of trials to run; 0: no limit."""
         n = math.prod(map(len, self.grid)) if self.grid else self.n_sets
         return min(n, self.n_sets or n) * self.repeats
 

@@ -1,4 +1,4 @@
-"""What has come out of a search: its trials as a table, plots, the best one and its weights."""
+"""The results of a search: its trials as a table, plots, the best one and its weights."""
 
 import warnings
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What one sees of a search: a line for each trial that has ended, below them those that run; plain lines in a log."""
+"""The display of a search: a line for each finished trial, and below them the running ones; plain lines in a log."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""What the script of a trial uses: its values, and where it reports; standard library alone until it reports."""
+"""The functions for the script of a trial: its values, and its reports. Only a report needs more than Python itself."""
 
 import json
 import os

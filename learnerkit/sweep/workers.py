@@ -30,15 +30,15 @@ KILLED = (128 + signal.SIGKILL, 128 + signal.SIGTERM)
 
 @dataclass(frozen=True)
 class Command:
-    """What a trial runs.
+    """The command that a trial runs.
 
     Args:
         words: the absolute path of a script, or -m and a module, and its arguments.
-        nproc: by how many ranks.
-        as_arguments: the values are arguments of the script, such as --lr 0.01.
+        nproc: the number of ranks.
+        as_arguments: pass the values as arguments of the script, such as --lr 0.01.
         start: the folder in which the search was begun.
         here: trials run in that folder, rather than in one of their own.
-        search: names the search, wherever a machine sees its directory.
+        search: an id of the search that is the same on all machines, wherever its directory is mounted.
     """
 
     words: list[str]

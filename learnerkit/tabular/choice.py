@@ -1,4 +1,4 @@
-"""What a column is by its values, and what somebody should look at."""
+"""The choice of a column's role by its values, and hints about columns that the user should look at."""
 
 import re
 from collections import Counter
@@ -17,7 +17,7 @@ _YES_OR_NO = {"true", "false", "t", "f", "yes", "no", "y", "n"}
 
 
 class Seen(NamedTuple):
-    """What a column is by its values.
+    """The role of a column, by its values.
 
     Attributes:
         role: 'cats', 'conts', 'few' (whole numbers, which may be either), or '' for one that is left out.

@@ -1,4 +1,4 @@
-"""What is known of a column of a table, and how its values become numbers for a network and values again."""
+"""The columns of a table: statistics of each, and the conversion of its values to numbers and back."""
 
 import math
 import re
@@ -64,7 +64,7 @@ class Categories:
         return self.values[number - 1] if number else None
 
     def as_json(self) -> dict[str, Any]:
-        """What `from_json` takes, for JSON."""
+        """Return the column as plain values for JSON, which `from_json` reads."""
         return {"name": self.name, "values": [_value_as_json(value) for value in self.values]}
 
     @classmethod
@@ -137,7 +137,7 @@ class Numbers:
         return round(value) if self.whole and math.isfinite(value) else float(f"{value:.6g}")
 
     def as_json(self) -> dict[str, Any]:
-        """What `from_json` takes, for JSON, which keeps every bit of a float."""
+        """Return the column as plain values for JSON, which `from_json` reads; JSON keeps every bit of a float."""
         return asdict(self)
 
     @classmethod

@@ -30,7 +30,7 @@ Rows = Any
 
 
 class TabularData:
-    """How the columns of a table become tensors, and the tensors of its training and validation part.
+    """The conversion of a table's columns to tensors, and the tensors of its training and validation part.
 
     Categories become numbers from 1 on, where 0 is for a missing value and for one that was not in training. Numbers
     are standardised; a missing one becomes the median, and a column of which some were missing in training gets a

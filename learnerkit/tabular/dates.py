@@ -86,7 +86,7 @@ class Dates:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """What `from_json` takes, for JSON."""
+        """Return the column as plain values for JSON, which `from_json` reads."""
         return asdict(self)
 
     @classmethod
