@@ -39,7 +39,7 @@ class GradientAccumulation(Callback):
             if value is not None:
                 arguments.check_count(name, value)
         self.n_batches, self.n_samples = n_batches, n_samples
-        self._mean: GradientMean | None = None  # on one process; with several ranks their step has one
+        self._mean: GradientMean | None = None  # It stays None on several ranks.
         self._batches = self._samples = self._steps = 0
 
     def before_train(self) -> None:
@@ -54,13 +54,13 @@ class GradientAccumulation(Callback):
             self.attach()
         self._batches = self._samples = self._steps = 0
         learn.step_batches = self.n_batches or 1
-        self._counted = False  # whether the current batch is in `_batches`
+        self._counted = False  # True once `_batches` has the current batch
 
     def before_batch(self) -> None:
         self.begin()
 
     def attach(self) -> None:
-        """Weigh the learner's batches from here on: on one process, as several ranks do it together."""
+        """Weight the batches' gradients from here on, on one process; on several ranks their step does it."""
         learn = self.learn
         self._mean, learn._gradient = GradientMean(loss_sums(learn)), self
 
@@ -107,17 +107,17 @@ class GradientAccumulation(Callback):
             return
         mean.begun = False
         factor = mean.correction()
-        if isinstance(factor, Tensor) or factor != 1:  # else spare the search for the parameters
+        if isinstance(factor, Tensor) or factor != 1:  # A factor of 1 needs no parameters.
             beside = optim.parameters_beside(learn.model, learn.loss_func, learn.opts)
             scale_gradients([*learn.model.parameters(), *beside], factor)
 
     @property
     def mean(self) -> GradientMean:
-        """The mean that weighs the batches; with several ranks their step has it."""
+        """The mean that weights the batches, on one process; on several ranks their step has it."""
         return cast(GradientMean, self._mean)
 
     def detach(self) -> None:
-        """Weigh no further batches. A step that is not complete is dropped."""
+        """Stop weighting batches, and drop a step that is not complete."""
         if self._mean is not None:
             self.learn._gradient = self._mean = None
 
@@ -152,7 +152,7 @@ class GradientAccumulation(Callback):
         return {"steps": self._steps, "step_batches": self.learn.step_batches}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on counting; `before_train` begins with none."""
+        """Continue with the saved count of steps, which `before_train` has set to 0."""
         self._steps, self.learn.step_batches = state["steps"], state["step_batches"]
 
     def _step_if_due(self, mean: GradientMean) -> None:

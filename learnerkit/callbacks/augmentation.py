@@ -1,4 +1,4 @@
-"""Augmentation of whole batches on the device, each with a stream of random numbers of its own."""
+"""Augmentation of whole batches on the device; each callback has its own stream of random numbers."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -16,7 +16,7 @@ from learnerkit.utils import describe, overrides
 
 
 class _Drawing(Callback):
-    """Draws random numbers of its own in each batch, and leaves those of everything else as they would be without it.
+    """Draws random numbers from its own stream in each batch, so that all others are as they would be without it.
 
     In training they depend on the seed of the epoch's sample order, the fit, the step and the rank alone, so that a
     resumed run draws the same again. In evaluation each reading of the data begins where the global generator is.
@@ -24,7 +24,7 @@ class _Drawing(Callback):
 
     def __init__(self) -> None:
         super().__init__()
-        self._seeds: dict[bool, int] = {}  # in training, in evaluation
+        self._seeds: dict[bool, int] = {}  # by whether the learner trains
 
     def before_train(self) -> None:
         learn = self.learn
@@ -34,7 +34,7 @@ class _Drawing(Callback):
 
     def before_validate(self) -> None:
         if self.run_valid:
-            self._seeds[False] = draw_seed()  # in a fit the generator gets its state back
+            self._seeds[False] = draw_seed()  # A fit restores the generator afterwards.
 
     def _seed(self, *more: Any) -> int:
         "The seed of this batch on this rank."
@@ -51,8 +51,8 @@ class _Drawing(Callback):
 class BatchTransform(_Drawing):
     """Transforms the inputs of whole batches on the device: an augmentation, or a normalisation.
 
-    What it draws from torch's generators, of the host and of the device, is a stream of its own. So all other random
-    numbers are those of a fit without it, ranks differ, and a resumed fit goes on as it would have.
+    Its draws from torch's generators, on the host and on the device, come from its own stream: all other random numbers
+    are those of a fit without it, ranks draw different ones, and a resumed fit draws the same ones.
 
     Args:
         fn: f(x) -> x, such as a transform of `torchvision.transforms.v2`, on the first of the inputs.
@@ -86,14 +86,14 @@ class BatchTransform(_Drawing):
                 return
             if not learn.yb:
                 raise ValueError("BatchTransform(with_targets=True): the batches have no targets")
-            found = self.fn(first, learn.y)
-        if not isinstance(found, tuple) or len(found) != 2:
-            raise ValueError(f"{self.fn} returned {describe(found)}; BatchTransform(with_targets=True) needs (x, y)")
-        before, y = learn.yb, found[1]
+            result = self.fn(first, learn.y)
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise ValueError(f"{self.fn} returned {describe(result)}; BatchTransform(with_targets=True) needs (x, y)")
+        before, (x, y) = learn.yb, result
         learn.yb = (y,) if len(before) == 1 else tuple(y)
         # A model that makes its own loss has its targets among the inputs.
         new = {id(old): each for old, each in zip(before, learn.yb, strict=True)}
-        learn.xb = (found[0], *(new.get(id(x), x) for x in rest))
+        learn.xb = (x, *(new.get(id(other), other) for other in rest))
 
 
 class _Mixing(_Drawing):
@@ -101,12 +101,12 @@ class _Mixing(_Drawing):
 
     Args:
         kind: the class of `torchvision.transforms.v2` that mixes.
-        alpha: of the Beta distribution of the shares.
+        alpha: the parameter of the Beta distribution of the shares.
     """
 
     order = -2  # after `BatchTransform`; the losses are mixed before other callbacks change them
     run_valid = False
-    reads_predictions = True  # so that DataParallelCallback gathers them: the loss is computed twice
+    reads_predictions = True  # DataParallelCallback gathers them, as the loss is computed twice.
 
     def __init__(self, kind: str, alpha: float) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class _Mixing(_Drawing):
 
         self.alpha = alpha
         self._mix = getattr(v2, kind)(alpha=alpha)
-        self._place = (0, 1)  # among the callbacks of this kind, and how many there are
+        self._place = (0, 1)  # its index among the callbacks of this kind, and their number
         self._mixed: tuple[Tensor, Tensor] | None = None  # a sample's own share, and the other sample's index
         self._others: tuple = ()  # the other samples' targets
 
@@ -185,7 +185,7 @@ class _Mixing(_Drawing):
         learn.loss_grad = share * loss_grad + (1 - share) * learn.loss_grad
 
     def cleanup_train(self) -> None:
-        self._mixed, self._others = None, ()  # of a batch that was cancelled
+        self._mixed, self._others = None, ()  # A cancelled batch has left them.
 
 
 class MixUp(_Mixing):
@@ -212,10 +212,11 @@ class MixUp(_Mixing):
 class CutMix(_Mixing):
     """Pastes a rectangle of another image into each, and mixes their losses by area (Yun et al., arXiv:1905.04899).
 
-    As `MixUp`, by `torchvision.transforms.v2.CutMix`; the inputs are images (n, channels, height, width).
+    Batches are mixed by `torchvision.transforms.v2.CutMix`; the inputs are images (n, channels, height, width). All
+    else is as in `MixUp`.
 
     Args:
-        alpha: of Beta(alpha, alpha), from which the share of the image's area that stays is drawn.
+        alpha: the share of the image's area that stays is drawn from Beta(alpha, alpha).
 
     Raises:
         ValueError: as `MixUp`; also inputs that are not images, and targets with a value for each pixel.

@@ -21,13 +21,13 @@ from learnerkit.utils import spanned_devices, unwrap, warn
 
 
 class _Averaging(Callback):
-    """Keeps an average of some of the model's tensors, and has it in the model while that is validated or saved.
+    """Keeps an average of some of the model's tensors, and puts it into the model for validation and saving.
 
-    Training goes on with the weights as they are; so does a run that is resumed from a checkpoint.
+    Training continues with the weights themselves, also in a run that is resumed from a checkpoint.
 
     Attributes:
-        n_averaged: how often the average of this or the last fit has been updated.
-        module: another module that has the average; `None`: the model has it while it is validated or saved.
+        n_averaged: how often the average has been updated in this or the last fit.
+        module: another module that holds the average; `None`: the model holds it while it is validated or saved.
     """
 
     order = 15  # after DistributedCallback, which says where the model is
@@ -40,13 +40,13 @@ class _Averaging(Callback):
         self._forget()
 
     def _forget(self) -> None:
-        self._own: dict[str, Tensor] = {}  # the tensors that are averaged: empty where there is nothing to average
-        self._homes: dict[str, Tensor] = {}  # those of `module`, which get the averages
-        self._average: dict[str, Tensor] = {}  # once training has begun
-        self._groups: list[tuple[list[Tensor], list[Tensor]]] = []  # averages and tensors of one device and type each
-        self._copies: list[tuple[Tensor, Tensor]] = []  # tensors and their averages, where these are not the same
-        self._kept: list[tuple[Tensor, Tensor]] | None = None  # the weights, while the average is in the model
-        self._users = 0  # validations and files, one inside the other, that have the average in the model
+        self._own: dict[str, Tensor] = {}  # the tensors to average; empty if there are none
+        self._homes: dict[str, Tensor] = {}  # the tensors of `module` that get the averages
+        self._average: dict[str, Tensor] = {}  # filled when training begins
+        self._groups: list[tuple[list[Tensor], list[Tensor]]] = []  # (averages, tensors) by device and dtype
+        self._copies: list[tuple[Tensor, Tensor]] = []  # (tensor, average) if they do not share memory
+        self._kept: list[tuple[Tensor, Tensor]] | None = None  # the weights, while the model has the average
+        self._users = 0  # how many nested validations and saves use the average in the model
 
     def before_fit(self) -> None:
         learn = self.learn
@@ -59,7 +59,7 @@ class _Averaging(Callback):
                 "average: use one of them"
             )
         self.n_averaged = 0
-        # The tensors themselves, which stay the same where other norm layers come and go.
+        # These are the tensors themselves, which stay the same if norm layers are replaced.
         self._own = self._chosen(unwrap(learn.model))
         learn.as_validated = self._in_model
 
@@ -70,10 +70,10 @@ class _Averaging(Callback):
     def before_train(self) -> None:
         if self._own:
             self._divide()
-            self._begin()  # not before: a checkpoint may have been loaded, and rank 0's weights have been sent
+            self._begin()  # By now a checkpoint may be loaded, and rank 0's weights are broadcast.
 
     def _divide(self) -> None:
-        "Take the tensors anew if the model has been divided among the ranks, and a loaded average like them."
+        "Replace the tensors by their shards if the model has been sharded, and shard a loaded average like them."
         if self.learn.shards is None or any(map(is_shard, self._own.values())):
             return
         old, self._average, self._copies = self._average, {}, []
@@ -84,7 +84,7 @@ class _Averaging(Callback):
                 put(self._average[name], value)
 
     def _take_again(self) -> None:
-        "Take the tensors of a model that has been divided."
+        "Take the tensors from the model again, which has been sharded."
         self._own = self._chosen(unwrap(self.learn.model))
 
     def _begin(self) -> None:
@@ -105,7 +105,7 @@ class _Averaging(Callback):
         self._groups = list(by_kind.values())
 
     def _update(self, average: Callable) -> None:
-        "Take the present weights into the average. No host-device sync."
+        "Update the average with the current weights. No host-device sync."
         for averages, own in self._groups:
             average(averages, [t.detach().to(averages[0]) for t in own], self.n_averaged)
         self.n_averaged += 1
@@ -150,7 +150,7 @@ class _Averaging(Callback):
     def after_fit(self) -> None:
         if self.n_averaged and self.module is None:
             self._write()
-        self._forget()  # a file that is saved from now on has what the model has
+        self._forget()  # A file that is saved from now on has the model's own weights.
 
     def cleanup_fit(self) -> None:
         self._forget()
@@ -160,7 +160,7 @@ class _Averaging(Callback):
         return {"n": self.n_averaged, "average": dict(self._average) if self.n_averaged else {}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the average."""
+        """Restore the average."""
         self.n_averaged = state["n"]
         self._begin()
         for name, value in state["average"].items():
@@ -192,9 +192,9 @@ class EMA(_Averaging):
             a function that returns it, up to 1, for the share of training that is done, from 0 to 1, such as
             `SchedCos(0.996, 1)`.
         warmup: begin with a smaller decay; by default if there is no `module`.
-        every: update after every so many optimizer steps of this fit. Steps that accumulation or a gradient scaler
+        every: update once in this many optimizer steps of this fit. Steps that accumulation or a gradient scaler
             leaves out do not count; all steps in one batch count once.
-        start: so many optimizer steps the average is just the weights.
+        start: for this many optimizer steps the average is just the weights.
         module: the module that has the average.
         of: the module that is averaged; by default the model. If several optimizers train the model, the steps are
             those of the optimizers that have its parameters.
@@ -225,8 +225,8 @@ class EMA(_Averaging):
                 raise TypeError(f"got {name}={value!r}; it is a module, such as learn.model or a part of it")
         self.decay, self.every, self.start, self.module, self.of = decay, every, start, module, of
         self.warmup = module is None if warmup is None else warmup
-        self._steps = 0  # of this fit
-        self._share: float | None = None  # of training, at a step that no update has followed as yet
+        self._steps = 0  # optimizer steps of this fit
+        self._share: float | None = None  # the share of training at a step whose update is still to come
         self._hooks: list[Any] = []
         self._frozen: list[Tensor] = []
 
@@ -274,8 +274,8 @@ class EMA(_Averaging):
             return {}
         module, model = unwrap(self.module), unwrap(self.learn.model)
         known = {id(t) for t in (*model.parameters(), *model.buffers())}
-        found = (*module.named_parameters(), *module.named_buffers())
-        return {name: t.detach() for name, t in found if id(t) not in known}
+        named = (*module.named_parameters(), *module.named_buffers())
+        return {name: t.detach() for name, t in named if id(t) not in known}
 
     def _chosen(self, model: nn.Module) -> dict[str, Tensor]:
         model = model if self.of is None else unwrap(self.of)
@@ -286,9 +286,9 @@ class EMA(_Averaging):
         if self.module is None:
             super()._take_again()
             return
-        for found, module in ((self._own, self.of or self.learn.model), (self._homes, self.module)):
+        for tensors, module in ((self._own, self.of or self.learn.model), (self._homes, self.module)):
             named = dict(unwrap(module).named_parameters())
-            found.update({name: named[name] for name in found})
+            tensors.update({name: named[name] for name in tensors})
         if apart := [name for name, t in self._own.items() if is_shard(t) is not is_shard(self._homes[name])]:
             raise ValueError(
                 "EMA(module=...) averages a model that is divided among the ranks into a module that is not: "
@@ -299,14 +299,15 @@ class EMA(_Averaging):
     def before_train(self) -> None:
         super().before_train()
         if self._own:
-            self._share, opts, mine = None, self.learn.opts, {id(t) for t in self._own.values()}
-            # All optimizers where none has these tensors: it may train copies in another precision.
+            self._share = None
+            opts, mine = self.learn.opts, {id(t) for t in self._own.values()}
+            # If no optimizer has these tensors, it may train copies in another precision: then all count.
             theirs = [opt for opt in opts if any(id(p) in mine for g in opt.param_groups for p in g["params"])] or opts
-            # By the optimizers themselves: a step may be skipped, cancelled, or taken for a batch that was cancelled.
+            # The optimizers report their steps: one may be skipped, cancelled, or taken after a cancelled batch.
             self._hooks = [opt.register_step_post_hook(self._note_step) for opt in theirs]
 
     def _note_step(self, *_: Any) -> None:
-        self._share = self.learn.pct_train  # as the step's schedules see it: before it has been counted
+        self._share = self.learn.pct_train  # The schedules of the step see this value, too.
 
     @torch.no_grad()
     def after_batch(self) -> None:
@@ -327,13 +328,13 @@ class EMA(_Averaging):
             self._write()
 
     def after_train(self) -> None:
-        self.after_batch()  # a step that accumulation takes at the end of its data
+        self.after_batch()  # Accumulation may take a step at the end of its data.
 
     def cleanup_train(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        self.after_batch()  # a step after which the batch was left without `after_batch`
+        self.after_batch()  # A batch may have been left after its step, without `after_batch`.
 
     def before_validate(self) -> None:
         self._give_buffers()
@@ -350,15 +351,15 @@ class EMA(_Averaging):
         self._frozen = []
 
     def _give_buffers(self) -> None:
-        "Give every rank rank 0's average of buffers, which each makes of its own; every rank must reach this."
+        "Broadcast rank 0's average of the buffers, which differ between ranks; every rank must reach this."
         if self.learn.n_ranks > 1 and not self._users:
             buffers = [self._average[name] for name, t in self._own.items() if not isinstance(t, nn.Parameter)]
             distributed.broadcast_into(buffers if self._average else [])
 
     def state_dict(self) -> dict[str, Any]:
-        """The average, what the module has of its own, and how often it was updated, after how many steps.
+        """Return the average, the counts of updates and steps, and the tensors of `module` that the model lacks.
 
-        Of buffers, which each rank makes of its own data, what this rank has.
+        The averages of buffers are this rank's own, as each rank computes its buffers from its own data.
         """
         if self.module is None:
             average = self._average if self._steps > self.start else {}
@@ -374,7 +375,7 @@ class EMA(_Averaging):
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the average; with another number of ranks, all have the buffers that rank 0 had."""
+        """Restore the average; on another number of ranks, all get the buffers of rank 0."""
         own = state.get("own") or state.get("ranks", [{}])[0]  # earlier versions had the buffers among the others
         average, beside = (state.get(part, {}) | own.get(part, {}) for part in ("average", "module"))
         mine = self._beside()
@@ -385,7 +386,7 @@ class EMA(_Averaging):
 
 
 def _check_decay(decay: Any, at: str = "") -> None:
-    """Refuse a weight of the past that is none; one that a function returns, `at` a share of training, may be 1."""
+    """Refuse a decay below 0, or of 1 or more; a function may return 1 `at` some share of training."""
     if not (0 <= decay < 1 or (at and decay == 1)):
         most = "1 at most" if at else "less than 1"
         raise ValueError(f"got decay{at}={decay!r}; it is the weight of the past, 0 or more and {most}")
@@ -395,11 +396,11 @@ class SWA(_Averaging):
     """Validates and saves the mean of the weights at the end of each epoch from `start` on (arXiv:1803.05407).
 
     Stochastic Weight Averaging (Izmailov et al. 2018) wants a rate that stays high, or goes up and down, from there on:
-    `fit`, `fit_sgdr`, or torch's `SWALR` with `TorchScheduler`. BatchNorm's statistics are computed anew for the mean,
+    `fit`, `fit_sgdr`, or torch's `SWALR` with `TorchScheduler`. BatchNorm's statistics are recomputed for the mean,
     over the training data, before the validation of each of these epochs, which costs a forward pass over them. All
     other modules are in eval mode then. Layers in eval mode keep their statistics.
 
-    Where the mean is used is as in `EMA`. Before `start` the weights themselves are validated.
+    The mean is used where `EMA` uses its average. Before `start` the weights themselves are validated.
 
     Args:
         start: the first epoch (from 0) that counts, or the share of the fit after which epochs count.
@@ -419,7 +420,7 @@ class SWA(_Averaging):
                 "more and less than 1)"
             )
         self.start, self.bn_dl = start, bn_dl
-        self._counts = False  # whether this epoch does
+        self._counts = False  # whether this epoch counts
 
     def _chosen(self, model: nn.Module) -> dict[str, Tensor]:
         statistics = {id(t) for norm in _tracking(model) for t in norm.buffers(recurse=False)}
@@ -457,7 +458,7 @@ class SWA(_Averaging):
         learn, names = self.learn, {id(t): name for name, t in self._own.items()}
         norms = list(_tracking(learn.model))
         for t in (t for norm in norms for t in norm.buffers(recurse=False)):
-            self._average[names[id(t)]].copy_(t)  # those that nobody computes anew are the model's own
+            self._average[names[id(t)]].copy_(t)  # Layers in eval mode keep these.
         norms = [norm for norm in norms if norm.training]
         if not norms:
             return
@@ -465,7 +466,7 @@ class SWA(_Averaging):
         order = order_sources(dl)
         before = states_of(order)
         try:
-            # An evaluation in mid-fit: random streams and the place in the data stay, and the mean is in the model.
+            # This evaluation in mid-fit keeps random states and the data position; the model has the mean in it.
             learn._evaluate("predict", dl, measure)
         finally:
             put_states(order, before)
@@ -488,15 +489,15 @@ class SWA(_Averaging):
 
 
 class _Statistics(Callback):
-    """Computes BatchNorm's running statistics anew in one evaluation: the means of those of all batches.
+    """Recomputes BatchNorm's running statistics in one evaluation: the means of the statistics of all batches.
 
-    They are those of `torch.optim.swa_utils.update_bn`; on several ranks the means over the batches of all.
+    They equal those of `torch.optim.swa_utils.update_bn`; on several ranks they are means over the batches of all.
 
     Args:
         norms: the modules.
 
     Attributes:
-        found: the new buffers of each, by name; none for a module that has seen nothing.
+        found: the new buffers of each module, by name; empty for a module that has seen no batch.
     """
 
     order = _Averaging.order + 1
@@ -511,8 +512,8 @@ class _Statistics(Callback):
         for norm in self.norms:
             norm.train()
             norm.reset_running_stats()
-            norm.momentum = None  # a plain mean over the batches
-            if isinstance(norm, nn.SyncBatchNorm):  # its own would wait for ranks that have fewer batches
+            norm.momentum = None  # BatchNorm then takes a plain mean over the batches.
+            if isinstance(norm, nn.SyncBatchNorm):  # Its own would wait for ranks with fewer batches.
                 vars(norm)["forward"] = partial(BatchNorm.forward, norm)
 
     def before_batch(self) -> None:

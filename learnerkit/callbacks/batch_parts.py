@@ -35,20 +35,20 @@ _CHANGED = (
 
 
 class Batches:
-    """Computes the batches of a training or an evaluation as they are, or in parts: in three seams of the loop.
+    """Computes batches whole or in parts, in place of the learner's methods for forward pass, loss and backward pass.
 
-    In parts, forward pass, loss and backward pass of each are over before the next begins. What the loop then sees is
-    the loss of all parts as a function of the parameters and of the predictions, whose gradients are known.
+    All three are over for a part before the next part begins. The loop then sees the loss of the whole batch as a
+    function of the parameters and of the predictions, whose gradients are known already.
 
     Args:
-        cb: says in how many parts.
-        params: those that get gradients.
+        cb: the callback, which knows the number of parts.
+        params: the parameters that get gradients; none in evaluation.
 
     Attributes:
-        parts: the number of parts in which the present batch was computed; 0: not yet.
+        parts: the number of parts in which the current batch was computed; 0: not yet.
         cut: those parts.
-        size: the numbers in its first input, or in all of several; a smaller batch fits where this one does.
-        rows: its samples.
+        size: the number of elements in its inputs; a smaller batch fits if this one does.
+        rows: its number of samples.
     """
 
     def __init__(self, cb: "SplitBatch", params: list[Tensor]) -> None:
@@ -57,46 +57,47 @@ class Batches:
         beside = [loss] if isinstance(loss := self.learn.loss_func, nn.Module) else []
         self._buffers = BuffersKept([unwrap(self.learn.model), *beside]) if params else None
         self._seams = {"_forward": self._forward, "_loss": self._loss}
-        found = vars(self.learn)
-        self._replaced = {name: found[name] for name in _SEAMS if name in found}  # those of an outer batch, too
+        attributes = vars(self.learn)
+        # An outer batch may have replaced methods, too.
+        self._replaced = {name: attributes[name] for name in _SEAMS if name in attributes}
         outer = cb._open[-1] if cb._open else None  # a callback evaluates in the middle of one of its batches
         inner: Any = outer._own if outer is not None and outer._is_open else {}
         self._own: dict[str, Callable[[], None]] = {name: inner.get(name, getattr(self.learn, name)) for name in _SEAMS}
-        self._wanted = ""  # what torch has said of the memory
-        self._streams: tuple[Any, list[Tensor]] = (None, [])  # random states before a try
+        self._wanted = ""  # torch's last message about memory
+        self._streams: tuple[Any, list[Tensor]] = (None, [])  # the random states before a try
         self._forget()
 
     def _forget(self) -> None:
         self.parts = self.size = self.rows = 0
         self.cut: list[Part] = []
         self._is_computed = self._is_computing = False
-        self._given: Any = None  # the tensors of the predictions, and their versions
-        self._root: Any = None  # the loss that is differentiated, as the loop got it; it refers to this object
-        self._found = _Found(None, {}, [], [], [])  # by the parts
-        self._shown: Any = None  # the loss, as the learner got it
-        self._ways: list[tuple[Tensor, _Way]] = []  # the predictions, each with how it is made of those of the parts
-        self._linked: list[Tensor] = []  # the parameters of which the loss is a function for the loop
-        self._linked_by_outputs: list[Tensor] = []  # and the predictions
-        self._xb: Any = None  # inputs and targets as they were given, and their versions
+        self._given: Any = None  # the ids and versions of the predictions' tensors
+        self._root: Any = None  # the loss that the loop differentiates; it refers to this object
+        self._found = _Found(None, {}, [], [], [])  # the results of the parts
+        self._shown: Any = None  # the loss that the learner has got
+        self._ways: list[tuple[Tensor, _Way]] = []  # predictions, with how they are joined
+        self._linked: list[Tensor] = []  # the parameters on which the loop's loss depends
+        self._linked_by_outputs: list[Tensor] = []  # and its predictions
+        self._xb: Any = None  # the batch's inputs and targets, and their versions
         self._yb: Any = None
         self._versions_of_inputs = self._versions_of_targets = list[tuple[int, int]]()
-        self._leaves: dict[Tensor, Tensor] = {}  # what takes the place of inputs and targets that need gradients
+        self._leaves: dict[Tensor, Tensor] = {}  # leaves in place of inputs and targets that need gradients
 
     def begin(self) -> None:
-        """Stand in the seams for a batch; a rank without data in this step has none."""
+        """Replace the learner's methods for a batch, if this rank has data in it."""
         if self.learn.batch_size:
             self._is_open = True
             vars(self.learn).update(self._seams)
 
     def end(self) -> None:
-        """Give the learner its seams back."""
+        """Give the learner its own methods back."""
         if self._is_open:
             self._is_open = False
-            found = vars(self.learn)
+            attributes = vars(self.learn)
             for name in _SEAMS:
-                found.pop(name, None)
+                attributes.pop(name, None)
             if self._replaced:
-                found.update(self._replaced)
+                attributes.update(self._replaced)
             self._forget()
 
     @property
@@ -105,14 +106,14 @@ class Batches:
         return -(-self.size * max(part.rows for part in self.cut) // self.rows)
 
     def changed_buffers(self) -> list[dict[str, Any]]:
-        """The tables of the modules of which the passes over the parts have changed buffers."""
+        """The buffer tables of the modules whose buffers the passes over the parts have changed."""
         return self._buffers.changed() if self._buffers is not None else []
 
-    # The seams
+    # The learner's methods
 
     def _forward(self) -> None:
         learn, cb = self.learn, self.cb
-        if self.parts or self._is_computing:  # another forward pass, of a callback
+        if self.parts or self._is_computing:  # A callback runs another forward pass.
             self._own["_forward"]()
             return
         self.size = self._size()
@@ -124,7 +125,7 @@ class Batches:
         if parts == 1 and not careful:
             if self._tried(self._own["_forward"]):
                 self.parts, self._given = 1, _versions(learn.pred)
-                if learn.training and learn.n_ranks == 1:  # of several, others may have reduced gradients
+                if learn.training and learn.n_ranks == 1:  # Other ranks may have reduced gradients.
                     vars(learn)["_backward"] = self._backward
                 return
             parts = self._more(1)
@@ -132,7 +133,7 @@ class Batches:
 
     def _size(self) -> int:
         xb = self.learn.xb
-        x = xb[0]  # mostly the only one
+        x = xb[0]  # There is mostly only one.
         return x.numel() if type(x) is Tensor else sum(t.numel() for t in tensors_in(xb)) or self.learn.batch_size
 
     def _note_batch(self) -> None:
@@ -143,7 +144,7 @@ class Batches:
     def _loss(self) -> None:
         learn, own = self.learn, self._own["_loss"]
         if self._is_computing or (self._is_computed and self._is_changed()):
-            own()  # of a part, or of predictions or targets that a callback has changed
+            own()  # It is the loss of a part, or a callback has changed predictions or targets.
             return
         if not self._is_computed:
             if self._tried(own, lambda: not self._is_changed()):
@@ -173,7 +174,7 @@ class Batches:
     # Trying
 
     def _note(self, everything: bool) -> None:
-        """Note what a try changes; with `everything` also the streams of python and numpy, which take longer."""
+        """Save the state that a try changes; with `everything` also the random states of Python and numpy (slower)."""
         device = self.learn.dls.device
         if self._buffers is not None:
             self._buffers.keep()
@@ -181,7 +182,7 @@ class Batches:
         self._streams = host, [] if device.type == "cpu" else seeds.device_states(device)
 
     def _put_back(self) -> None:
-        """Put back what `_note` has noted."""
+        """Restore the state that `_note` has saved."""
         host, of_device = self._streams
         (seeds.set_seed_states if isinstance(host, tuple) else torch.set_rng_state)(host)
         seeds.set_device_states(self.learn.dls.device, of_device)
@@ -193,7 +194,7 @@ class Batches:
             raise RuntimeError(f"{_CHANGED} (errors.html#split-batch)")
 
     def _tried(self, run: Callable[[], None], may_try_again: Callable[[], bool] = lambda: True) -> bool:
-        """Run something, and tell whether there was memory for it. If not, everything is as before."""
+        """Run a function, and tell whether there was memory for it; if not, restore the state from before."""
         learn = self.learn
         try:
             run()
@@ -202,7 +203,7 @@ class Batches:
             if not (is_out_of_memory(error) and may_try_again()):
                 raise
             self._wanted = str(error).partition("\n")[0]
-            forget_frames(error)  # which hold what has been computed
+            forget_frames(error)  # Frames hold what was computed.
         learn.pred = learn.output = learn.loss = learn.loss_grad = None
         if learn.shards is not None:
             learn.shards.reset()
@@ -243,7 +244,7 @@ class Batches:
         needs = [t for t in tensors_in(given) if t.requires_grad] if self.params else []
         self._leaves = {t: t.detach().requires_grad_() for t in needs}
         self._is_computing = True
-        if needs:  # their graph stays for one backward pass, that of the whole batch
+        if needs:  # Their graph is kept for the one backward pass of the whole batch.
             learn.xb, learn.yb = map_batch(lambda t: self._leaves.get(t, t), given)
         if self._is_computed:  # other ranks need more parts, and this one begins again
             self._put_back()
@@ -302,15 +303,15 @@ class Batches:
     @contextmanager
     def _passes(self) -> Iterator[dict[Tensor, Tensor]]:
         """A context for passes over the parts; yields a dict that has the gradients at its end."""
-        learn, found = self.learn, dict[Tensor, Tensor]()
+        learn, gradients = self.learn, dict[Tensor, Tensor]()
         params = self._trained()
         before, batch = [p.grad for p in params], learn.batch
         try:
             with pass_kept(learn), hooks_left_out(params):
                 for p in params:
                     p.grad = None
-                yield found
-                found.update((p, p.grad) for p in params if p.grad is not None)
+                yield gradients
+                gradients.update((p, p.grad) for p in params if p.grad is not None)
         finally:
             learn.batch = batch
             for p, grad in zip(params, before, strict=True):
@@ -333,7 +334,7 @@ class Batches:
         self._scale = scaler.scale(torch.ones((), device=learn.dls.device)) if scaler else 1.0
         self._autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         mean, losses, seen = GradientMean(loss_sums(learn)), list[tuple[Any, Any]](), list[tuple[Any, Any]]()
-        reached = set[Tensor]()  # by the predictions alone, of which a callback may make a loss
+        reached = set[Tensor]()  # A callback may make a loss of the predictions.
         keeps = len(self.cut) == 1 or not learn.training or self.cb.keeps_predictions()
         with self._passes() as found:
             for part in self.cut:
@@ -375,7 +376,7 @@ class Batches:
         return count
 
     def _put_on(self) -> None:
-        """Give the learner the predictions of the whole batch; in training they are a part of its graph."""
+        """Set the learner's predictions for the whole batch; in training they have a graph."""
         learn, found, last = self.learn, self._found, self._shown
         dim = learn.dls.dims_of(learn.xb, learn.yb)[2]
         counts = [get_field(found.outputs[0][1], name) for name in weighting_of(learn).entries]
@@ -414,7 +415,7 @@ class Batches:
         return root, found
 
     def of_loss(self, factor: Tensor | None) -> list[Tensor | None]:
-        """Return the gradient of each linked parameter, once; `factor`: that of the batch's loss."""
+        """Return, once, the gradient of each linked parameter times `factor`, the gradient of the batch's loss."""
         if not self._found.gradients:
             raise RuntimeError(
                 "the gradients of a batch that SplitBatch has taken in parts were given already: call backward once for"
@@ -424,22 +425,22 @@ class Batches:
         found, self._found.gradients = self._found.gradients, {}
         if factor is None:
             return [None] * len(self._linked)
-        if not (factor.is_cpu and factor == self._scale):  # on a device it is not read
+        if not (factor.is_cpu and factor == self._scale):  # A factor on a device is not read.
             scale_each(found.values(), factor / self._scale)
         return [found.get(p) for p in self._linked]
 
     def of_outputs(self, *grads: Tensor | None) -> list[Tensor | None]:
-        """Return the gradients of linked parameters by those of the predictions, which more than the loss may use."""
+        """Return the gradients of linked parameters for these gradients of the predictions, which callbacks may use."""
         found = self._again(grads) if any(grad is not None for grad in grads) else {}
         return [found.get(p) for p in self._linked_by_outputs]
 
     @torch.enable_grad()
     def _again(self, of_outputs: Sequence[Tensor | None]) -> dict[Tensor, Tensor]:
-        """Compute the parts once more, and return the gradients of what depends on the predictions."""
+        """Run the parts again, and return the gradients of the parameters for these gradients of the outputs."""
         learn, kind = self.learn, self.learn.dls.device.type
         enabled, dtype = self._autocast
         self._note(everything=True)
-        in_ddp = hasattr(learn._gradient, "ddp")  # whose own backward pass is going on, and hears of leaves
+        in_ddp = hasattr(learn._gradient, "ddp")  # DDP's own backward pass is running, with hooks on the leaves.
         with self._passes() as found:
             for i, part in enumerate(self.cut):
                 part.draw_again(learn.dls.device)
@@ -466,9 +467,9 @@ class _Found:
     Attributes:
         total: the loss of the whole batch, without a graph.
         gradients: its gradients, by parameter, times the scale of the loss.
-        reached: parameters on which the predictions depend, and the loss does not.
-        shares: of the parts in what the batch counts.
-        outputs: predictions and output of each part.
+        reached: parameters on which the predictions depend, but not the loss.
+        shares: the share of each part in the batch's count.
+        outputs: the predictions and the output of each part.
     """
 
     total: Any
@@ -492,7 +493,7 @@ class Part:
         self.streams: tuple[Any, list[Tensor]] = ((), [])
 
     def draw_again(self, device: torch.device) -> None:
-        """Give the generators the states with which this part began."""
+        """Restore the random states with which this part began."""
         seeds.set_seed_states(self.streams[0])
         seeds.set_device_states(device, self.streams[1])
 
@@ -513,14 +514,14 @@ class _Way(NamedTuple):
     shares: list[Any]
 
     def of_part(self, grad: Tensor, i: int) -> Tensor:
-        """Return the gradient of a part's tensor by that of the whole."""
+        """Return the gradient of part `i`'s tensor, given the gradient of the whole tensor."""
         if self.dim is None:
             return grad * self.shares[i]
         return grad.narrow(self.dim, self.ends[i], self.ends[i + 1] - self.ends[i])
 
 
 class _OfParts(torch.autograd.Function):
-    """The loss or the predictions of a batch as a function of parameters, whose gradients `give` returns."""
+    """The autograd function from parameters to the loss or the predictions of a batch; `give` returns the gradients."""
 
     @staticmethod
     def forward(ctx: Any, give: Callable[..., list[Tensor | None]], n: int, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -535,15 +536,15 @@ class _OfParts(torch.autograd.Function):
 
 
 def _add_gradients(given: dict[Tensor, Tensor], leaves: list[Tensor]) -> None:
-    """Add to the gradients of leaves as a backward pass does, but no hook hears of it; it takes more memory.
+    """Add to the gradients of leaves as a backward pass does, but without their hooks; it takes more memory.
 
     Args:
-        given: the tensors of which to go back, with their gradients.
-        leaves: those that may get one.
+        given: the tensors at which the backward pass starts, with their gradients.
+        leaves: the tensors that may get a gradient.
     """
     outputs = list(given)
-    found = torch.autograd.grad(outputs, leaves, list(given.values()), allow_unused=True) if outputs else ()
-    for p, grad in zip(leaves, found, strict=bool(outputs)):
+    grads = torch.autograd.grad(outputs, leaves, list(given.values()), allow_unused=True) if outputs else ()
+    for p, grad in zip(leaves, grads, strict=bool(outputs)):
         if grad is not None:
             p.grad = grad if p.grad is None else p.grad + grad
 
@@ -557,21 +558,21 @@ def _detached(x: Any) -> Any:
 
 
 def _versions(x: Any) -> list[tuple[int, int]]:
-    """Return what tells whether the tensors in something are replaced or changed."""
+    """Return the id and the version of each tensor in `x`, by which one sees whether it is replaced or changed."""
     if type(x) is tuple and len(x) == 1:
         x = x[0]
-    if type(x) is Tensor:  # as usual, in less time
+    if type(x) is Tensor:  # This is the usual case, and faster.
         return [(id(x), version_of(x))]
     return [(id(t), version_of(t)) for t in tensors_in(x)]
 
 
 def distinct(x: Any) -> list[Tensor]:
-    """Return the tensors in something, in order and each once."""
+    """Return the tensors in `x`, in order, each once."""
     return list({id(t): t for t in tensors_in(x)}.values())
 
 
 def _shares(counts: list[Any], sums: bool) -> list[Any]:
-    """Return the shares of the parts in what the batch counts; of losses that are sums they are 1."""
+    """Return the share of each part in the batch's count; 1 for losses that are sums."""
     total = sum(counts)
     if sums or (not isinstance(total, Tensor) and not total):
         return [1.0 if sums else 1 / max(1, len(counts))] * len(counts)
@@ -579,7 +580,7 @@ def _shares(counts: list[Any], sums: bool) -> list[Any]:
 
 
 def _weighed(values: list[Tensor], shares: list[Any]) -> Tensor:
-    """Return the sum of values with their shares; what has none may be the mean of nothing, a NaN."""
+    """Return the sum of the values times their shares; a value with share 0 may be NaN, and is left out."""
     weighed = [
         torch.where(share > 0, value, 0.0) * share if isinstance(share, Tensor) else value * share if share else 0.0
         for value, share in zip(values, shares, strict=True)
@@ -590,7 +591,7 @@ def _weighed(values: list[Tensor], shares: list[Any]) -> Tensor:
 def _joined(
     pieces: list[tuple[Any, Any]], parts: list[Part], shares: list[Any], dim: Any, summed: list[Any]
 ) -> tuple[tuple[Any, Any], list[tuple[Tensor, _Way]]]:
-    """Join the outputs of the parts; what has no row for each sample is `None`.
+    """Join the outputs of the parts; a tensor that has no row for each sample becomes `None`.
 
     Returns:
         The output of the whole batch, and its floating-point tensors, each with how it is made.
@@ -598,7 +599,7 @@ def _joined(
     lists = [_listed(outputs, parts) for outputs in zip(*pieces, strict=True)]
     pieces = [(pred if lists[0] is None else None, out if lists[1] is None else None) for pred, out in pieces]
     columns = list(zip(*map(distinct, pieces), strict=True))
-    n_pred = len(distinct(pieces[0][0]))  # which may have several rows for each sample
+    n_pred = len(distinct(pieces[0][0]))  # Predictions may have several rows for each sample.
     ways, made = list[tuple[Tensor, _Way]](), dict[int, Any]()
     for place, column in enumerate(columns):
         first = column[0]

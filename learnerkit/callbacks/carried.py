@@ -1,4 +1,4 @@
-"""State that a model carries from one batch to the next: of a recurrent network, for example."""
+"""A state that a model carries from one batch to the next, such as that of a recurrent network."""
 
 from contextlib import ExitStack
 from typing import Any
@@ -17,23 +17,23 @@ class CarriedState(Callback):
     """Carries a model's state from each batch to the next, as truncated backpropagation through time does.
 
     Subclass it, and say by `start` what the state is for rows that begin: `forward(x, state)` then gets the state
-    behind its inputs, or as the keyword `state` if it takes keywords, and returns `(prediction, new_state)`.
+    after its inputs, or as the keyword `state` if it takes keywords, and returns `(prediction, new_state)`.
     `learn.pred` is the prediction alone. The new state, detached, is for the next batch, whose row i goes on where row
-    i of this one has ended. So all batches of an epoch have as many rows. A subclass may have hooks of its own; of
+    i of this one has ended. So all batches of an epoch have as many rows. A subclass may have further hooks; in
     those that this class has, it calls `super()`'s.
 
-    Training begins each epoch anew, and validation and prediction have a state of their own, which begins anew, too.
+    Training resets the state in each epoch; validation and prediction have a separate state, which starts fresh.
     Checkpoints have the state: a run goes on with it in the middle of an epoch. Several processes need
     `split_batches=True`, by which each of them has the same rows of every batch, or `sharded=True`, by which each has
-    batches of its own. If a run is resumed on another number of processes, the rows are divided anew.
+    batches of its own. If a run is resumed on another number of processes, the rows are redistributed.
 
     The method is described by Williams and Peng 1990 (https://doi.org/10.1162/neco.1990.2.4.490).
 
     Args:
         dim: the dimension of the rows in the tensors of a state, 1 for those of `nn.LSTM`, which are (layers, rows,
             features). A tensor that does not have it belongs to all rows.
-        reset: 'epoch': begin anew when the training of an epoch begins; 'never': only by `restart`, so that a state
-            also outlives its fit.
+        reset: 'epoch': reset the state when the training of an epoch begins; 'never': only by `restart`, so that a
+            state also outlives its fit.
 
     Raises:
         ValueError: another `dim` or `reset`; during a fit, a batch that has other rows than the state, a model that
@@ -49,10 +49,10 @@ class CarriedState(Callback):
         if reset not in ("epoch", "never"):
             raise ValueError(f"got reset={reset!r}; it takes 'epoch' or 'never'")
         self.dim, self.reset = dim, reset
-        self._state: Any = None  # with which the batch begins; `None`: that of rows that begin
-        self._new: list[Any] = []  # with which it ends, from its forward pass to its end
+        self._state: Any = None  # the state before the batch; `None`: that of `start`
+        self._new: list[Any] = []  # the state after the batch, once its forward pass is over
         self._gave = False  # whether the forward pass got a state
-        self._outer: list[tuple[Any, list[Any]]] = []  # of what a validation has interrupted
+        self._outer: list[tuple[Any, list[Any]]] = []  # the states that validations have interrupted
         self._hooks = ExitStack()
 
     def start(self, n: int) -> Any:
@@ -67,13 +67,13 @@ class CarriedState(Callback):
         )
 
     def restart(self, rows: Tensor | None = None) -> None:
-        """Begin anew: with all rows, or with those of an episode that has ended.
+        """Reset the state of all rows, or of those whose episode has ended.
 
-        From `before_batch` on it concerns the state that the batch begins with, behind the forward pass the one that
-        the next batch begins with.
+        Before the forward pass this resets the state that the batch begins with, and after it the state that the next
+        batch begins with.
 
         Args:
-            rows: a mask of shape (rows,) of this process, True where a row begins anew.
+            rows: a mask of shape (rows,) of this process, True for rows to reset.
         """
         state = self._new[0] if self._new else self._state
         if rows is None or state is None:
@@ -141,9 +141,9 @@ class CarriedState(Callback):
         return ((*args, state), kwargs) if args else (args, kwargs | {"state": state})
 
     def _before(self, args: tuple, kwargs: dict) -> Any:
-        "The state that a forward pass begins with; a batch may have several, as a closure makes them."
+        "The state that a forward pass begins with; a batch may have several passes, as with a closure."
         learn, n = self.learn, self.learn.batch_size
-        if not n:  # this rank has no rows in this step, or a sample that stands for them
+        if not n:  # This rank has no rows in this step, or a stand-in sample.
             counts = row_counts(args or (kwargs,), parted(learn.dls.batch_dim, (), len(args), 0)[0])
             return self._begun(next(iter(counts.values()), 0))
         if self._state is None:
@@ -189,12 +189,13 @@ class CarriedState(Callback):
         return {"own": {"state": self._state}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with a state; with those of other ranks, once the rows of a batch are known."""
-        found = [own["state"] for own in (state["ranks"] if "ranks" in state else [state["own"]])]
+        """Restore the state; on another number of ranks, take this rank's rows of all states."""
         if "ranks" in state:
-            known = [each for each in found if each is not None]
-            found = [self._recut(join_rows(known, self.dim)) if known else None]
-        self._state, self._new = to_device(found[0], self.learn.dls.device), []
+            known = [own["state"] for own in state["ranks"] if own["state"] is not None]
+            mine = self._recut(join_rows(known, self.dim)) if known else None
+        else:
+            mine = state["own"]["state"]
+        self._state, self._new = to_device(mine, self.learn.dls.device), []
 
     def _recut(self, whole: Any) -> Any:
         "Return this rank's rows of a state that has the rows of all ranks."

@@ -183,7 +183,7 @@ class Profiler(Callback):
         options: for `torch.profiler.profile`: `record_shapes=True`, `profile_memory=True`, `with_stack=True`.
 
     Attributes:
-        path: of the last file of this rank, or `None`.
+        path: the last file of this rank, or `None`.
 
     Raises:
         TypeError, ValueError: arguments that cannot work.

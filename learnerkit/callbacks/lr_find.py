@@ -19,7 +19,7 @@ from learnerkit.losses import loss_sums, unwrap_partial
 
 _DIVERGED = 4.0  # training has diverged when the smoothed loss is more than this many times its lowest value
 _BETA = 0.98  # smoothing, as in the recorder
-_LEAST_FALL = 0.05  # of the smoothed loss, as a share of its first value: a smaller one says little
+_LEAST_FALL = 0.05  # the least fall of the smoothed loss, as a share of its first value, that says something
 _LAST = 5  # losses ignored at the end, where training diverges
 
 
@@ -76,7 +76,7 @@ class LRFinder(StepBudget):
 
     def before_train(self) -> None:
         super().before_train()
-        self._sums = torch.zeros(2, dtype=torch.float64)  # over the step's batches: of the losses and of the counts
+        self._sums = torch.zeros(2, dtype=torch.float64)  # of losses and of counts, over the step's batches
 
     def before_batch(self) -> None:
         self._rate = self._sched(self.learn.pct_train)
@@ -97,7 +97,7 @@ class LRFinder(StepBudget):
         if self._step_open:
             self._close_step()
         super().after_train()
-        raise CancelEpochException  # no validation
+        raise CancelEpochException  # There is no validation.
 
     def _close_step(self) -> None:
         "Record the step's loss, and end the run if it diverges."
@@ -117,7 +117,7 @@ class LRFinder(StepBudget):
             raise CancelFitException(agreed=True)
 
     def recorded(self, rates: dict[str, float]) -> Any:
-        """Rates that were suggested before, as `suggest` returns them; `None` if other functions suggested them."""
+        """Return earlier suggestions as `suggest` does; `None` if other functions have made them."""
         return self._result(**rates) if rates.keys() == {*self._result._fields} else None
 
     def suggest(self, show_plot: bool) -> tuple[Any, ...]:

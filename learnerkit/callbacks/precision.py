@@ -34,12 +34,12 @@ MODES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def predictions_in_float32(learn: "Learner") -> None:
-    """Make `learn.pred` float32; not in training where it is a part of what a model with its own loss returns."""
+    """Cast `learn.pred` to float32; not in training if it is a part of the output of a model with its own loss."""
     is_part = learn.output is not None and learn.output is not learn.pred
     if not (is_part and learn.loss_func is None and learn.training):
         learn.pred = map_batch(in_float32, learn.pred)
     if not is_part:
-        learn.output = learn.pred  # so that no copy in half precision lives through the backward pass
+        learn.output = learn.pred  # The half-precision copy need not live through the backward pass.
 
 
 class MixedPrecision(Callback):
@@ -125,7 +125,7 @@ class MixedPrecision(Callback):
             self.learn.loss_grad = self.scaler.scale(self.learn.loss_grad)
 
     def before_step(self) -> None:
-        self._leave_autocast()  # still on if this rank has left its batch and takes the step with the others
+        self._leave_autocast()  # It is still on if this rank has left its batch and takes the step with the others.
         if self.scaler is not None and not self._unscale(self.scaler):
             self.skipped += 1
             raise CancelStepException
@@ -145,7 +145,7 @@ class MixedPrecision(Callback):
 
     def after_batch(self) -> None:
         if self.learn.training and self.learn.step_due:
-            self.after_step()  # for a batch that was cancelled before after_step; otherwise this does nothing
+            self.after_step()  # This is for a batch cancelled before after_step; otherwise it does nothing.
 
     def _unscale(self, scaler: torch.amp.GradScaler) -> bool:
         "Unscale the gradients, if there are any, and tell whether all of them are finite."
@@ -180,7 +180,7 @@ class MixedPrecision(Callback):
         return {"skipped": self.skipped, "scaler": self.scaler.state_dict() if self.scaler is not None else {}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the scale."""
+        """Restore the scale."""
         self.skipped = state["skipped"]
         if self.scaler is not None and state["scaler"] and self.scaler.is_enabled():
             self.scaler.load_state_dict(state["scaler"])
@@ -189,7 +189,7 @@ class MixedPrecision(Callback):
         """Continue with the scale of the learner's last fit, or of the file it has loaded.
 
         Args:
-            shared: makes its state the same on all ranks.
+            shared: a function that makes the scaler's state the same on all ranks.
         """
         last, scaler = shared(self.learn._scaler_state), self.scaler
         if last and scaler is not None and scaler.is_enabled():
@@ -203,7 +203,7 @@ class GradientClip(Callback):
     """Scales the gradient down if its norm is above a bound (Pascanu et al., arXiv:1211.5063).
 
     It takes the norm over all parameters of all optimizers together, after unscaling and averaging over the ranks. With
-    `each` the gradient of each parameter has a norm and a bound of its own, as Keras' `clipnorm` and DINO have it. With
+    `each` the gradient of each parameter is clipped by its own norm, as by Keras' `clipnorm` and in DINO. With
     `max_value` each element is bounded, and no norm.
 
     Args:
@@ -261,7 +261,7 @@ class GradientClip(Callback):
                 scale_down_each(list(map(local, grads)), self._norms_of_each(grads), self.max_norm)
             elif self.learn.shards is None:
                 torch.nn.utils.clip_grads_with_norm_(params, self.max_norm, norm)
-            else:  # as that does, which cannot mix shards and whole tensors
+            else:  # torch's function does the same, but cannot mix shards and whole tensors.
                 scale_together(list(map(local, grads)), torch.clamp(self.max_norm / (norm + 1e-6), max=1.0))
 
     def _norms_of_each(self, grads: list[Tensor]) -> list[Tensor]:
@@ -369,7 +369,7 @@ def _parameters(learn: "Learner") -> list[Tensor]:
 
 
 def _values(p: Tensor) -> Tensor:
-    """The gradient of a parameter; of a sparse one the values, of which each place has one from here on."""
+    """Return the gradient of a parameter; coalesce a sparse one in place, and return its values."""
     grad: Any = p.grad
     if grad.layout is torch.strided:
         return grad

@@ -43,7 +43,7 @@ class GatherPredictions(Callback):
         self._batches: list[tuple[int, dict]] = []
 
     def before_validate(self) -> None:
-        # Here, so that what cannot work is refused before the data are read.
+        # Errors are raised here, before the data are read.
         if self.with_loss:
             self._loss_func = per_sample(self.learn.loss_func)
         if self.with_decoded:
@@ -84,7 +84,7 @@ class GatherPredictions(Callback):
         self._batches = []
         if batches is not None and not batches:
             raise ValueError("there is nothing to predict: the loader gave no batches")
-        joined: dict[str, Any] = concat(batches) if batches else {}  # without any, this rank asked for nothing
+        joined: dict[str, Any] = concat(batches) if batches else {}  # Without batches, this rank asked for nothing.
         preds = joined.get("preds")
         items = [_single(joined.get("inputs"))] if self.with_input else []
         items += [self.act(preds) if self.act and preds is not None else preds, _single(joined.get("targets"))]
@@ -133,7 +133,7 @@ class Prediction(_Fields):
     """
 
     _raw: Any = None
-    _rule: Callable[[Any], Any] | ValueError  # what makes probabilities of the raw output, or why nothing does
+    _rule: Callable[[Any], Any] | ValueError  # turns the raw output into probabilities; or the error
 
     @property
     def probs(self) -> Any:
@@ -166,21 +166,21 @@ class KeepPredictions(Callback):
 
     def after_batch(self) -> None:
         check_predictions(self.learn)
-        if self.learn.pred is not None:  # else the batch was cancelled
+        if self.learn.pred is not None:  # The batch may have been cancelled.
             self.found = predicted(self.learn, self.n, self.act)
 
 
 def predicted(learn: "Learner", n: int, act: Callable[[Tensor], Tensor] | None) -> list[Prediction]:
-    """Return the predictions that `learn.pred`, of a batch of `n` samples, is; `act`: as in `Learner.predict`."""
+    """Split `learn.pred` of a batch of `n` samples into a `Prediction` for each; `act`: as in `Learner.predict`."""
     check_predictions(learn)
     names, rule, raw = learn.dls.target_names, _rule(learn), on_host(learn.pred)
     parts = (_decoded(learn.loss_func, raw, names), act(raw) if act else raw, raw)
     predictions = []
     for decoded, pred, one in zip(*(_each(part, n) for part in parts), strict=True):
         decoded = without_batch(decoded)
-        found = Prediction(labelled(decoded, names), decoded, without_batch(pred))
-        found._raw, found._rule = one, rule
-        predictions.append(found)
+        prediction = Prediction(labelled(decoded, names), decoded, without_batch(pred))
+        prediction._raw, prediction._rule = one, rule
+        predictions.append(prediction)
     return predictions
 
 
@@ -201,7 +201,7 @@ def _each(part: Any, n: int) -> Sequence[Any]:
 def activation_for(
     learn: "Learner", act: Callable[[Tensor], Tensor] | None, probs: bool
 ) -> Callable[[Any], Any] | None:
-    """Return what predictions of a learner are put through: `act`, or what makes probabilities of them for `probs`.
+    """Return the function to apply to predictions: `act`, or with `probs` the one that turns them into probabilities.
 
     Raises:
         ValueError: both are asked for, or nothing says how to make probabilities.
@@ -247,8 +247,8 @@ def _class_dim(pred: Any, names: Any) -> int | None:
     if not isinstance(pred, Tensor) or pred.ndim < 2 or names is None:
         return None
     if callable(names):
-        return -1  # tokens, whose scores models of transformers have at the end
-    return 1 if pred.shape[1] == len(names) else None  # their number shows that the loss is one over classes
+        return -1  # These are tokens, whose scores models of transformers have in the last dimension.
+    return 1 if pred.shape[1] == len(names) else None  # Their number shows that it is a loss over classes.
 
 
 def _decoded(loss_func: Any, pred: Any, names: Any) -> Any:
@@ -262,14 +262,14 @@ def _decoded(loss_func: Any, pred: Any, names: Any) -> Any:
 
 
 def without_batch(part: Any) -> Any:
-    """Return what a model has made of a batch of one sample, for that sample."""
+    """Remove the batch axis from a model's output for a batch of one sample."""
     if isinstance(part, list) and len(part) == 1 and not isinstance(part[0], Tensor):
-        return part[0]  # an entry for each sample, as detectors return
+        return part[0]  # Detectors return a list with an entry for each sample.
     return map_batch(lambda t: t[0] if t.ndim and len(t) == 1 else t, part)
 
 
 def labelled(decoded: Any, classes: Any) -> Any:
-    """Return the name or names of what was decoded; where there are none a Python number, or `decoded` itself.
+    """Return the class names of a decoded prediction; without names, a Python number or `decoded` itself.
 
     Args:
         decoded: of one sample: the number of a class, a mask over all of them, or yes or no where there are two.
@@ -332,7 +332,7 @@ def per_sample(loss_func: Any) -> Callable[..., Tensor]:
 
 
 class NotDecoded(ValueError):
-    """It is not known how to decode the predictions made for a loss."""
+    """The error that a loss does not say how to decode predictions."""
 
 
 def decoder(loss_func: Any) -> Callable[[Tensor], Tensor]:

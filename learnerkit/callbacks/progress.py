@@ -126,8 +126,8 @@ class ProgressCallback(Callback):
 
 def print_above(line: str) -> None:
     """Print a line above the bar, if there is one."""
-    tqdm.write(line, file=sys.stdout)  # clears the bars, writes the line and draws them again
-    sys.stdout.flush()  # so that a log file can be followed
+    tqdm.write(line, file=sys.stdout)  # This clears the bars, writes the line and draws them again.
+    sys.stdout.flush()  # A log file can then be followed.
 
 
 class NotebookPage:
@@ -163,7 +163,7 @@ class NotebookPage:
         self.show()
 
     def close(self) -> None:
-        """Remove the bar; without a table nothing is left, nor an empty line."""
+        """Remove the bar, and without a table the whole output."""
         self.bar = None
         if self.names:
             self.show()
@@ -211,7 +211,7 @@ class NotebookPage:
 
 
 class ShowGraphCallback(Callback):
-    """Shows a plot of the losses in a notebook, which is drawn anew after each epoch. In a script it does nothing.
+    """Shows a plot of the losses in a notebook, and updates it after each epoch. In a script it does nothing.
 
     Raises:
         ImportError: matplotlib is not installed, in a notebook.
@@ -232,7 +232,7 @@ class ShowGraphCallback(Callback):
         plt = pyplot("ShowGraphCallback")
         figure, ax = plt.subplots()
         self.learn.recorder.plot_loss(ax=ax)
-        plt.close(figure)  # else it would be shown once more at the end of the cell
+        plt.close(figure)  # Otherwise it would be shown again at the end of the cell.
         if self._handle is None:
             self._handle = display(figure, display_id=True)
         else:

@@ -1,4 +1,4 @@
-"""Activations that are computed again in the backward pass, so that they need not be kept for it."""
+"""Activation checkpointing: activations are recomputed in the backward pass instead of being kept for it."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -17,13 +17,13 @@ from learnerkit.utils import listify, unwrap
 
 
 class ActivationCheckpointing(Callback):
-    """Keeps of each unit of the model the inputs alone for the backward pass, which computes the unit once more.
+    """Keeps only the inputs of each unit of the model for the backward pass, which recomputes the unit.
 
     Activations then need much less memory, and a step takes longer by about a forward pass (Chen et al. 2016,
     https://arxiv.org/abs/1604.06174). All numbers stay the same, bit by bit: the unit is computed again with the same
     dropout, autocast, buffers and attributes, and what it changes then, such as the statistics of BatchNorm, is
     dropped. The model keeps its modules and their names; afterwards it is as it was. `learn.check()` says how much is
-    kept, and what it takes.
+    kept, and how much time it takes.
 
     A unit that draws random numbers from anywhere but torch, or appends to a list of its own, does so a second time,
     and hooks on modules inside a unit are called again. torch refuses a unit that changes its inputs in place, or that
@@ -64,12 +64,12 @@ class ActivationCheckpointing(Callback):
         """Have the units of a model computed again in each backward pass."""
         with ExitStack() as stack:
             for module in units(unwrap(model), self.modules or True, "modules").values():
-                # Not the call, around which sharding has its hooks; and on the object, so that its class stays.
+                # Sharding hooks the call, so `forward` is replaced, and on the object, so that its class stays.
                 attributes = vars(module)
                 own = {"forward": attributes["forward"]} if "forward" in attributes else {}
                 again = partial(_recomputed, module, module.forward)
                 if module in self._forwards and self._forwards[module].args == again.args:
-                    again = self._forwards[module]  # for which there may be compiled code
+                    again = self._forwards[module]  # Compiled code may exist for it.
                 attributes["forward"] = self._forwards[module] = again
                 stack.callback(attributes.update, own)
                 stack.callback(attributes.pop, "forward", None)
@@ -77,9 +77,9 @@ class ActivationCheckpointing(Callback):
 
 
 def _recomputed(module: nn.Module, forward: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Compute a module, and have the backward pass do so again.
+    """Run a module's forward, and have the backward pass run it again.
 
-    It has the module as an argument, as a copy of the model must compute its own.
+    The module is an argument, so that a copy of the model runs its own.
     """
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
@@ -88,9 +88,9 @@ def _recomputed(module: nn.Module, forward: Callable, *args: Any, **kwargs: Any)
         named = zip(kwargs, values[len(args) :], strict=True)
         return forward(*values[: len(args)], **dict(named))
 
-    # Keywords are passed by position, for torch to know which tensors it keeps, and as it has keywords of its own.
+    # Keywords are passed by position, since torch must see their tensors, and `checkpoint` has keywords itself.
     values = (*args, *kwargs.values())
-    if torch.compiler.is_compiling():  # which computes again what changes nothing, and takes no contexts
+    if torch.compiler.is_compiling():  # It recomputes what has no side effects, and takes no contexts.
         return checkpoint(run, *values, use_reentrant=False)
     then, times = [None if isinstance(value, Tensor) else _copied(value) for value in values], count()
 
@@ -114,7 +114,7 @@ def _contexts(module: nn.Module) -> tuple[Any, Any]:
 
 
 class _AsBefore:
-    """A context in which a module has the attributes and the buffers that it has now; then those from before it."""
+    """A context that gives a module the attributes and buffers that it had when this was made, and restores them."""
 
     def __init__(self, module: nn.Module) -> None:
         self.buffers = {b: b.detach().clone() for b in module.buffers()}

@@ -40,8 +40,8 @@ class LossMeter:
     def __init__(self, parts: Iterable[str] = ()) -> None:
         self.parts = {name: LossMeter() for name in parts}
         self.losses, self.counts = HostScalars(), HostScalars()
-        self.cancelled: list[bool] = []  # before there was a loss
-        self.steps = 0  # without those at the end in which this rank had no samples
+        self.cancelled: list[bool] = []  # whether each batch was cancelled before its loss
+        self.steps = 0  # up to the last step in which this rank had samples
 
     def update(self, learn: "Learner") -> None:
         """Add a batch's loss; a batch without one (cancelled before it) counts nothing."""
@@ -49,7 +49,7 @@ class LossMeter:
         if cancelled := loss is None:
             loss, count = 0.0, 0
         self.cancelled.append(cancelled)
-        # On the CPU a number at once, which takes less time than to keep the tensor.
+        # On the CPU the number is read at once, which is faster than keeping the tensor.
         self.losses.append(loss.item() if type(loss) is Tensor and loss.is_cpu else loss)
         self.counts.append(count)
         if learn.batch_size:
@@ -58,7 +58,7 @@ class LossMeter:
             for name, (value, n) in counted_parts(learn).items():
                 self.parts[name].losses.append(value)
                 self.parts[name].counts.append(n)
-        if not learn.iter % 1024:  # so that they do not pile up on the device
+        if not learn.iter % 1024:  # otherwise they would pile up on the device
             for meter in (self, *self.parts.values()):
                 meter.losses.poll()
                 meter.counts.poll()
@@ -68,7 +68,7 @@ class LossMeter:
         return [loss if n else None for loss, n in zip(self.losses.poll(), self.counts.poll(), strict=False)]
 
     def totals(self, sums: bool, sharded: bool) -> tuple[list[float], list[float], list[bool]]:
-        """(total losses, counts, whether cancelled) of each batch; if `sharded`, of each step over all ranks."""
+        """Return total losses, counts and cancels of each batch; if `sharded`, of each step over all ranks."""
         counts = self.counts.all()
         # Where the count is 0 the loss may be the mean of nothing, a NaN.
         totals = [(loss if sums else loss * n) if n else 0.0 for loss, n in zip(self.losses.all(), counts, strict=True)]
@@ -92,7 +92,7 @@ class LossMeter:
 
     @classmethod
     def of_ranks(cls, ranks: list[dict[str, Any]], sums: bool) -> "LossMeter":
-        """A meter with what one rank had, or with the sums of what several had."""
+        """Make a meter from the state of one rank, or from the sums over the states of several."""
         meter = cls()
         for name in ranks[0].get("parts", ()):
             meter.parts[name] = cls.of_ranks([rank["parts"][name] for rank in ranks], sums=False)
@@ -105,12 +105,12 @@ class LossMeter:
         return meter
 
     def mean(self, sums: bool, sharded: bool) -> float:
-        """The mean over everything counted, on all ranks if `sharded`; of several parts the sum of theirs."""
+        """Return the mean over everything counted, on all ranks if `sharded`; with parts, the sum of their means."""
         if self.parts:
-            found = [[*map(sum, part.totals(False, sharded=False)[:2])] for part in self.parts.values()]
-            rows = torch.tensor(found, dtype=torch.float64)
+            sums_of_parts = [[*map(sum, part.totals(False, sharded=False)[:2])] for part in self.parts.values()]
+            rows = torch.tensor(sums_of_parts, dtype=torch.float64)
             rows = distributed.reduce(rows) if sharded else rows
-            total, count = rows[rows[:, 1] != 0].T  # of nothing there is no mean
+            total, count = rows[rows[:, 1] != 0].T  # Parts that counted nothing have no mean.
             return (total / count).sum().item() if len(count) else math.nan
         totals, counts, _ = self.totals(sums, sharded=False)
         return weighted_mean(sum(totals), sum(counts), sharded)
@@ -120,12 +120,12 @@ def _summed(ranks: list[dict[str, Any]], sums: bool) -> Iterator[tuple[float, fl
     """The loss and the count of each step over several ranks, of which some may have taken fewer steps."""
     for step in zip_longest(*(zip(rank["losses"], rank["counts"], strict=True) for rank in ranks), fillvalue=(0, 0)):
         count = sum(n for _, n in step)
-        total = sum(loss if sums else loss * n for loss, n in step if n)  # of nothing the mean may be a NaN
+        total = sum(loss if sums else loss * n for loss, n in step if n)  # A mean of nothing may be NaN.
         yield (total if sums or not count else total / count), count
 
 
 class Evaluation:
-    """Loss and metrics over one pass through a loader.
+    """The loss and the metrics over one pass through a loader.
 
     Args:
         meters: one for each metric.
@@ -138,7 +138,7 @@ class Evaluation:
         self._is_fresh = True
 
     def _begin(self) -> None:
-        """Reset the meters; not before there is something, so that the user can read the objects of the last pass."""
+        """Reset the meters at the first batch, so that until then the user can read the metrics of the last pass."""
         if self._is_fresh:
             self._is_fresh = False
             for meter in self.meters:
@@ -171,7 +171,7 @@ class Evaluation:
                 raise
 
     def _check_cut(self, meter: Meter, rows: int, pred: Any, yb: tuple) -> None:
-        """Warn of a metric that is not as on one process, whose batches are cut otherwise, by the first batch."""
+        """Warn if the first batch shows that a metric depends on how samples are cut into batches."""
         if self.sharded and self.batches == 1 and distributed.is_main() and meter.depends_on_cut(rows, pred, yb):
             distributed.warn_once(
                 f"metric {meter.name!r} {DEPENDS_ON_CUT}, and several ranks cut them otherwise than one process does: "
@@ -181,7 +181,7 @@ class Evaluation:
             )
 
     def _refusing_collectives(self, meter: Meter) -> AbstractContextManager:
-        """Refuse communication in the first update; asked in every one, it would take time."""
+        """Return a context that refuses collectives in the first update; in every one it would take time."""
         if not self.sharded or self.batches > 1:
             return nullcontext()
         why = "ranks may have different numbers of batches; update with the batch alone, all ranks are combined later"
@@ -195,7 +195,7 @@ class Evaluation:
         """The value of each metric; every rank must reach this if the data are sharded."""
         if not (distributed.reduce(self.batches) if self.sharded else self.batches):
             return [float("nan")] * sum(len(meter.columns) for meter in self.meters)
-        self._begin()  # on a rank without data
+        self._begin()  # This rank may have no data.
         values = [value for meter in self.meters for value in meter.row(self.sharded)]
         check_columns(self.meters)
         return values
@@ -206,7 +206,7 @@ class Evaluation:
         return self.loss.state_dict() | {"batches": self.batches, "meters": meters}
 
     def load_state_dict(self, ranks: list[dict[str, Any]]) -> None:
-        """Go on with what one rank had seen; of what several had, with the losses alone."""
+        """Restore the state of one rank; from the states of several ranks, only the losses."""
         self.loss = LossMeter.of_ranks(ranks, self.weighting.sums)
         meters = ranks[0]["meters"] if len(ranks) == 1 else []
         self._is_fresh = True
@@ -223,7 +223,7 @@ def _facts(learn: "Learner") -> tuple[Any, Any, str | None]:
 
 
 class Validation(Callback):
-    """Loss and metrics of one validation, in `values`: what `Learner.validate` returns."""
+    """Computes the loss and the metrics of one validation, in `values`, for `Learner.validate`."""
 
     order = 50
     run_train = False
@@ -235,7 +235,7 @@ class Validation(Callback):
     def before_validate(self) -> None:
         learn = self.learn
         others = [cb for cb in learn.cbs if isinstance(cb, Validation) and cb is not self]
-        # Copies where a fit or another validation is going on, which may be using the metrics themselves.
+        # A fit or another validation that is going on may use the metrics themselves, so these are copies.
         metrics = copy.deepcopy(learn.metrics) if learn._in_fit or others else learn.metrics
         self._evaluation = Evaluation(make_meters(metrics, *_facts(learn)), learn)
 
@@ -262,13 +262,13 @@ class Smoother:
     def __init__(self, beta: float) -> None:
         self.beta = beta
         self.values: list[float] = []
-        self.given: list[float] = []  # what they are made of; NaN where nothing counted
+        self.given: list[float] = []  # the raw losses; NaN where nothing counted
         self._average, self._count = 0.0, 0
         self._seen = 0  # losses of the current epoch that are in `values`
         self._epoch_start = (0, 0.0, 0)
 
     def extend(self, losses: list[float]) -> None:
-        """Add those of the current epoch's losses that are new; `losses` has all of them."""
+        """Add the new losses of the current epoch; `losses` has all of them."""
         for loss in losses[self._seen :]:
             self._add(loss)
         self._seen = len(losses)
@@ -287,7 +287,7 @@ class Smoother:
         return {"values": self.values[:length], "given": self.given[:length], "average": average}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where the current epoch began."""
+        """Restore the values of finished epochs."""
         self.values, self.given, self._seen = list(state["values"]), list(state["given"]), 0
         self._average, self._count = state["average"]
         self._epoch_start = (len(self.values), self._average, self._count)
@@ -301,7 +301,7 @@ class Smoother:
 
 
 class PastFit(SimpleNamespace):
-    """An earlier fit, with what the recorder had of it."""
+    """An earlier fit, with the recorder's attributes for it."""
 
     __slots__ = ("_saved",)
 
@@ -366,18 +366,18 @@ class Recorder(Callback):
         self.iters: list[int] = []
         self.hps: dict[str, list[float]] = {}
         self.log: list = []
-        self._table: list[dict[str, Any]] = []  # its rows by column
+        self._table: list[dict[str, Any]] = []  # the rows by column
         self.final_record: list[float] = []
         self.metric_names: list[str] = []
-        self._row_columns: list[list[str]] = []  # of each row: logged metrics may differ from row to row
+        self._row_columns: list[list[str]] = []  # the columns of each row, as logged metrics may differ
         self.logged: dict[str, HostScalars] = {}
-        self._weights: dict[str, HostScalars] = {}  # of the logged values
-        self._has_valid_loss = True  # until the model makes none
+        self._weights: dict[str, HostScalars] = {}  # the weights of the logged values
+        self._has_valid_loss = True  # False once the model makes none
         self._train_meters: list[Meter] = []
         self._valid_meters: list[Meter] = []
         self._smooth = Smoother(self.beta)
         self._in_epoch = False  # the smoothed losses of the epoch are not final yet
-        self._told = False  # of a loss that is not finite
+        self._told = False  # whether a loss that is not finite was reported
 
     @property
     def losses(self) -> list[float]:
@@ -419,7 +419,7 @@ class Recorder(Callback):
         Args:
             name: the column.
             value: a number or a tensor with one element.
-            weight: of the value in the mean.
+            weight: the weight of the value in the mean.
 
         Raises:
             ValueError: a tensor that is not a single number, or the name of another column.
@@ -434,7 +434,7 @@ class Recorder(Callback):
             self.logged[name], self._weights[name] = HostScalars(), HostScalars()
         for scalars, new in ((self.logged[name], value), (self._weights[name], weight)):
             scalars.append(new)
-            if not len(scalars) % 1024:  # so that they do not pile up on the device
+            if not len(scalars) % 1024:  # otherwise they would pile up on the device
                 scalars.poll()
 
     def before_fit(self) -> None:
@@ -450,7 +450,7 @@ class Recorder(Callback):
         self._start_epoch()  # here too: an epoch may be cancelled before this callback's `before_epoch`
 
     def note_columns(self, meters: list[Meter]) -> None:
-        """Take the columns of metrics that compute dicts from an evaluation in mid-fit, whose row `add_row` may get."""
+        """Copy the columns of metrics that compute dicts from an evaluation in mid-fit, for the next row."""
         for own, other in zip(self._valid_meters, meters, strict=False):
             own.columns = other.columns
 
@@ -483,7 +483,7 @@ class Recorder(Callback):
             for name, (part, n) in counted_parts(learn).items() if learn.loss_func is None else ():
                 self.log_metric(name, part, n)
             lr = self._last_opt.param_groups[-1]["lr"]
-            # Of a tensor, which only the user can have put there, this is a host-device sync.
+            # If the rate is a tensor, which only user code makes it, this is a host-device sync.
             self.lrs.append(lr if type(lr) is float else float(lr))
 
     def after_epoch(self) -> None:
@@ -496,7 +496,7 @@ class Recorder(Callback):
         self._start_epoch()
 
     def add_row(self, validation: list[float]) -> None:
-        """Write a row during an epoch, with what it has recorded so far; every rank must reach this.
+        """Write a row during an epoch, with the epoch's values so far; every rank must reach this.
 
         Args:
             validation: what `Learner.validate` returned.
@@ -511,7 +511,7 @@ class Recorder(Callback):
 
     def _columns(self, validation: list[float]) -> list[float]:
         """The values of a validation, without the loss if the model makes none; every rank must reach this."""
-        if not math.isnan(validation[0]):  # equal on all ranks
+        if not math.isnan(validation[0]):  # The values are equal on all ranks.
             return validation
         absent = int(self._valid.weighting.absent)
         self._has_valid_loss = not (distributed.reduce(absent, "max") if self.learn.n_ranks > 1 else absent)
@@ -519,7 +519,8 @@ class Recorder(Callback):
 
     def _write(self, epoch: int | str, values: list[float], logged: dict[str, float]) -> None:
         columns = self._row_columns[-1] if self._row_columns else []
-        logged = {name: logged[name] for name in (*columns, *logged) if name in logged}  # as in the row before
+        # Columns keep the order of the last row.
+        logged = {name: logged[name] for name in (*columns, *logged) if name in logged}
         self.metric_names = ["epoch", *self._names(), *logged, *(["time"] if self.add_time else [])]
         self.final_record = [*values, *logged.values()]
         self._row_columns.append([*self._names(), *logged])
@@ -531,20 +532,20 @@ class Recorder(Callback):
         self.learn.logger(self.log)
 
     def after_fit(self) -> None:
-        # A fit cancelled during an epoch; the cancel may have reached the ranks at different events.
+        # The fit may have been cancelled during an epoch, at different events on the ranks.
         if distributed.reduce(int(self._in_epoch), "max") if self.learn.n_ranks > 1 else self._in_epoch:
             self._train_loss()
 
     def _train_loss(self) -> float:
-        """Make the losses of all ranks those of the epoch in `losses`, and return their mean."""
+        """Replace this epoch's values in `losses` by those of all ranks, and return their mean."""
         sums = self._train.weighting.sums
         totals, counts, cancelled = self._train.loss.totals(sums, self._train.sharded)
         steps = [(total if sums else total / n) if n else None for total, n in zip(totals, counts, strict=True)]
         self._tell_not_finite(steps)
-        recorded = [not each for each in cancelled]  # what all ranks have cancelled is not, as on one process
+        recorded = [not each for each in cancelled]  # Steps that all ranks have cancelled are not recorded.
         self._smooth.close(list(compress(steps, recorded)))
         lrs = self.lrs[self._first_batch :]
-        lrs += self.lrs[-1:] * (len(steps) - len(lrs))  # if this rank has left early; it may also have gone on
+        lrs += self.lrs[-1:] * (len(steps) - len(lrs))  # This rank may have left early, or late.
         self.lrs[self._first_batch :] = compress(lrs, recorded)
         self._in_epoch = False
         if self._train.loss.parts:
@@ -579,7 +580,7 @@ class Recorder(Callback):
         return list(zip(self.logged[name].all(), self._weights[name].all(), strict=True))
 
     def state_dict(self) -> dict[str, Any]:
-        """The record of this fit and the earlier ones; what this rank has seen of the epoch is its own."""
+        """Return the record of this fit and the earlier ones, and in 'own' this rank's part of the current epoch."""
         own = {name: self._weighed(name) for name in self.logged}
         return {
             **{name: list(getattr(self, name)) for name in _LISTS},
@@ -591,7 +592,7 @@ class Recorder(Callback):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the record. With another number of ranks, rank 0 has what all had seen of the epoch."""
+        """Restore the record. On another number of ranks, rank 0 gets the parts of the epoch of all ranks."""
         for name in _LISTS:
             setattr(self, name, list(state[name]))
         self._row_columns = [list(map(str, names)) for names in self._row_columns]
@@ -602,8 +603,8 @@ class Recorder(Callback):
         self._start_time = time.perf_counter() - seconds
         ranks = [state["own"]] if "own" in state else state["ranks"]
         if "own" not in state and not distributed.is_main():
-            ranks = [_nothing_of(rank) for rank in ranks]
-        if "_train" in vars(self):  # else nothing has run here yet, so that no epoch goes on
+            ranks = [_without_counts(rank) for rank in ranks]
+        if "_train" in vars(self):  # Otherwise nothing has run here, and no epoch goes on.
             self._train.load_state_dict([rank["train"] for rank in ranks])
         self.logged, self._weights = {}, {}
         for name, pairs in (item for rank in ranks for item in rank["logged"].items()):
@@ -750,8 +751,8 @@ class Recorder(Callback):
 _LISTS = ("values", "_table", "_row_columns", "iters", "lrs", "log", "final_record", "metric_names")
 
 
-def _nothing_of(rank: dict[str, Any]) -> dict[str, Any]:
-    """The steps of a rank, in which it counted nothing."""
+def _without_counts(rank: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of a rank with its steps, but as if it had counted nothing in them."""
     nothing = [0.0] * len(rank["train"]["losses"])
     return {"train": rank["train"] | {"losses": nothing, "counts": nothing, "meters": []}, "logged": {}}
 

@@ -143,7 +143,7 @@ def linear_warmup(pct: float, then: Schedule | float | optim.Later, start: float
 
     Args:
         pct: share of training for the warm-up, between 0 and 1.
-        then: the schedule, or the constant, for the rest of training; the warm-up ends at its first value. Of
+        then: the schedule, or the constant, for the rest of training; the warm-up ends at its first value. With
             `scaled_lr(...)` it is made when the fit begins.
         start: the value at 0.
 
@@ -232,14 +232,14 @@ class ParamScheduler(Callback):
         return {"hps": {name: list(values) for name, values in self.hps.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with these, in the lists that the recorder has too."""
+        """Restore the values, in the lists that the recorder shares."""
         for name, values in state["hps"].items():
             if name in self.hps:
                 self.hps[name][:] = values
 
     def cleanup_fit(self) -> None:
         for opt, before in zip(self.learn.opts, self._before, strict=False):
-            # By position, since a load in the meantime has replaced the groups by other dicts.
+            # Groups are matched by position, since a load may have replaced them by other dicts.
             for group, values in zip(opt.param_groups, before, strict=False):
                 group.update(values)
         self._before = []
@@ -320,7 +320,7 @@ class TorchScheduler(Callback):
         for opt in learn.opts:
             self._undo += [optim.group_restorer(opt), partial(_put_back_attributes, opt, set(vars(opt)))]
             for group in opt.param_groups:
-                group.pop("initial_lr", None)  # left by an earlier scheduler; this one starts with this fit's rates
+                group.pop("initial_lr", None)  # An earlier scheduler left it; this one starts with this fit's rates.
         self._schedulers = [self.make(opt) for opt in learn.opts]
         for made in self._schedulers:
             if not hasattr(made, "step"):
@@ -371,11 +371,11 @@ class TorchScheduler(Callback):
                 scheduler.step(*values)
 
     def state_dict(self) -> dict[str, Any]:
-        """The schedulers' states, but for functions and what else they were made of."""
+        """Return the schedulers' states, without functions and other values that are not plain."""
         return {"schedulers": [plain_part(scheduler.state_dict()) for scheduler in self._schedulers]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the schedulers."""
+        """Restore the schedulers."""
         for scheduler, saved in zip(self._schedulers, state["schedulers"], strict=False):
             scheduler.load_state_dict(_completed(saved, scheduler.state_dict()))
 
@@ -386,14 +386,14 @@ class TorchScheduler(Callback):
 
 
 def plain_part(state: Any) -> Any:
-    """Return of a scheduler's state what is numbers, strings, tensors, and lists and dicts of these."""
+    """Return the part of a scheduler's state that is numbers, strings, tensors, and lists and dicts of these."""
     if type(state) is dict:
         return {name: plain_part(value) for name, value in state.items() if _is_plain(value)}
     return list(map(plain_part, state)) if type(state) is list else state
 
 
 def _completed(saved: Any, own: Any) -> Any:
-    """A state with the parts that `plain_part` has left out, as those of a scheduler which was made alike."""
+    """Complete a saved state by the parts that `plain_part` has left out, from the state of an equal scheduler."""
     if type(saved) is dict and type(own) is dict:
         return own | {name: _completed(value, own.get(name)) for name, value in saved.items()}
     if type(saved) is list and type(own) is list and len(saved) == len(own):

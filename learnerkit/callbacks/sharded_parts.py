@@ -1,4 +1,4 @@
-"""Batches in parts, of a model that is divided among the ranks: all make as many passes, also after an error."""
+"""Batches in parts, of a sharded model: all ranks make the same number of passes, also after an error."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class ShardedBatches(Batches):
-    """Computes the batches of a training of a sharded model, as they are or in parts.
+    """Computes the training batches of a sharded model, whole or in parts.
 
     The ranks gather each unit together, and so make the same passes. Before each batch they agree on the number of its
     parts. Predictions and the loss come from passes without gradients, in which each rank is free; then all ranks make
@@ -28,8 +28,8 @@ class ShardedBatches(Batches):
     the collectives that it has not yet made, so that no other rank waits. Then all begin again, with more parts.
 
     Args:
-        cb: says in how many parts.
-        params: those that get gradients.
+        cb: the callback, which knows the number of parts.
+        params: the parameters that get gradients.
     """
 
     def __init__(self, cb: "SplitBatch", params: list[Tensor]) -> None:
@@ -39,18 +39,19 @@ class ShardedBatches(Batches):
         self._inner: Sharded = inner.inner if isinstance(inner, _InParts) else inner
         learn._gradient = _InParts(self._inner, self)
         self._shards = self._inner.shards
-        self._is_taken = self._is_careful = False  # the present batch is, or may fail
-        self._failed = False  # a pass of this rank, in the present part
+        self._is_taken = False  # whether this object computes the current batch
+        self._is_careful = False  # whether the current batch may run out of memory
+        self._failed = False  # whether this rank's pass has failed in the current part
 
     def begin(self) -> None:
-        """Agree on the parts of a batch; every rank must reach this, and then its backward pass."""
+        """Agree on the number of parts of a batch; every rank must reach this, and then `backward`."""
         learn, cb = self.learn, self.cb
         self.size = self._size() if learn.batch_size else 0
         parts, fits = cb.limits
         mine = (1 if self.size <= fits else parts, cb.is_careful or self.size > fits)
-        found, careful = zip(*distributed.all_gather(mine, among="votes"), strict=True)
+        wanted, careful = zip(*distributed.all_gather(mine, among="votes"), strict=True)
         cb.count_batch()
-        self._wanted_parts, self._is_careful = max(found), any(careful)
+        self._wanted_parts, self._is_careful = max(wanted), any(careful)
         self._is_taken = self._wanted_parts > 1 or self._is_careful
         if self._is_taken:
             self._shards.begin_votes()
@@ -102,7 +103,7 @@ class ShardedBatches(Batches):
                     )
                 mean.begun, mean.expected, mean.counted = before
                 if self._failed:
-                    self._more(parts)  # raises where there is no smaller part
+                    self._more(parts)  # This raises an error if there is no smaller part.
                 self._shards.begin_votes()
                 if has_data:
                     self._put_back()
@@ -119,7 +120,7 @@ class ShardedBatches(Batches):
         self.cb.parts = max(self.cb.parts, parts)
 
     def _agreed(self, mine: int) -> int:
-        """Return the number of passes that all ranks make, once all have their values; every rank must reach this."""
+        """Agree on the number of passes, and compute the values in as many parts; every rank must reach this."""
         last = 0
         while True:
             everyone = distributed.all_gather(mine, among="votes")
@@ -127,13 +128,13 @@ class ShardedBatches(Batches):
             if most == last or all(parts in (0, most) for parts in everyone):
                 return most
             last = most
-            if 0 < mine < most and mine < self.rows:  # else it has no smaller parts, and makes passes without data
+            if 0 < mine < most and mine < self.rows:  # Others make passes without data.
                 self._put_back()
                 self._compute_values(min(most, self.rows))
                 mine = self.parts
 
     def _factors(self) -> tuple[Tensor | None, list[Tensor | None]]:
-        """Return the gradients of the learner's loss by that of the batch, and by the predictions."""
+        """Return the gradients of the learner's loss with respect to the batch's own loss and to the predictions."""
         learn = self.learn
         if learn.loss_grad is None or learn.loss_grad is self._root:
             return None, []
@@ -149,7 +150,7 @@ class ShardedBatches(Batches):
         return factor, [t.grad for t in self._ends]
 
     def _made(self, parts: int, ways: Any, due: bool, has_data: bool) -> bool:
-        """Make a pass for each part, and tell whether there was memory on all ranks; every rank must reach this."""
+        """Run a pass for each part, and tell whether all ranks had the memory for it; every rank must reach this."""
         learn, inner = self.learn, self._inner
         for p in self.params:
             p.grad = None
@@ -166,7 +167,7 @@ class ShardedBatches(Batches):
         return True
 
     def _pass(self, part: Part | None, ways: Any, i: int, done: Any) -> None:
-        """Make the forward and the backward pass of a part; without one, of a few samples that weigh nothing."""
+        """Run forward and backward on a part; without one, on a few samples with a weight of zero."""
         learn = self.learn
         if part is None:
             self._sample()
@@ -192,7 +193,7 @@ class ShardedBatches(Batches):
                 take_loss(self.learn)
 
     def _loss_of(self, ways: Any, i: int) -> Any:
-        """Return the loss of a part, with what callbacks have made of that of the batch."""
+        """Return the loss of a part, changed as callbacks have changed the loss of the batch."""
         factor, of_outputs = ways
         loss = in_float32(self.learn.loss_grad)
         if factor is not None:
@@ -211,7 +212,7 @@ class ShardedBatches(Batches):
             self._inner.with_all(torch.stack(outputs).sum()).backward()
 
     def _begin_again(self, done: Any) -> None:
-        """Begin a pass that has failed again, on a few samples; what it computes is not used."""
+        """Restart a failed pass on a few samples, for the collectives that are left; its results are not used."""
         self._failed = True
         self._inner.forget_calls()
         done.begin_again()
@@ -219,18 +220,18 @@ class ShardedBatches(Batches):
 
     def _sample(self) -> None:
         learn = self.learn
-        n = 2 if any(isinstance(m, BatchNorm) for m in learn.model.modules()) else 1  # of one it has no variance
+        n = 2 if any(isinstance(m, BatchNorm) for m in learn.model.modules()) else 1  # One sample has no variance.
         learn.xb, learn.yb = self._between(0, n)
         learn.batch_size, learn.loss, learn.loss_grad = 0, None, None
         self._own["_forward"]()
 
 
 class _InParts:
-    """The interface by which the learner has the gradients of a sharded model made in parts.
+    """The object that computes gradients for the learner, in parts, of a sharded model.
 
     Args:
-        inner: makes the gradients of one pass.
-        batches: makes the passes.
+        inner: computes the gradients of one pass.
+        batches: runs the passes.
     """
 
     def __init__(self, inner: "Sharded", batches: ShardedBatches) -> None:

@@ -62,9 +62,9 @@ class SplitBatch(Callback):
         self._fits = 0  # the largest size of a training batch that is known to fit as it is
         self._evaluated = (1, 0)  # the same two numbers for evaluation
         self._open: list[Batches] = []  # a callback may evaluate in the middle of a training
-        self._batches = 0  # of the present training, on every rank alike
-        self._said = 0  # the number of parts that was said last
-        self._checked = False  # the loss of the whole batch is that of its parts
+        self._batches = 0  # of the current training, equal on all ranks
+        self._said = 0  # the number of parts that was printed last
+        self._checked = False  # whether the loss of a whole batch was equal to that of its parts
 
     def before_fit(self) -> None:
         learn, why = self.learn, ""
@@ -92,7 +92,7 @@ class SplitBatch(Callback):
         beside = optim.parameters_beside(learn.model, learn.loss_func, learn.opts)
         params: list[Tensor] = [*learn.model.parameters(), *beside]
         if learn.n_ranks > 1:
-            self._batches = 0  # as ranks agree in these batches, they do so in each epoch
+            self._batches = 0  # Ranks agree on the parts in the first batches of each epoch.
         if learn.shards is not None:
             self._open.append(ShardedBatches(self, params))
             return
@@ -113,7 +113,7 @@ class SplitBatch(Callback):
             self.count_batch()
 
     def cleanup_train(self) -> None:
-        self._open.pop().end()  # of a batch that was left before its end
+        self._open.pop().end()  # A batch may have been left before its end.
 
     cleanup_validate = cleanup_train
 
@@ -121,7 +121,7 @@ class SplitBatch(Callback):
 
     @property
     def is_careful(self) -> bool:
-        """Tell whether any batch may be the first that runs out of memory, and not only one that is larger."""
+        """Tell whether any batch may run out of memory, and not only one that is larger than those before."""
         return self.learn.training and self._batches < _CAREFUL_STEPS * self.learn.step_batches
 
     @property
@@ -156,7 +156,7 @@ class SplitBatch(Callback):
         self.count_batch()
         if not careful:
             return
-        batch = self._open[-1] if self.learn.batch_size else None  # else there are no data here
+        batch = self._open[-1] if self.learn.batch_size else None  # This rank may have no data.
         while True:
             everyone = distributed.all_gather((batch.parts if batch else 0, self.parts), among="votes")
             of_batch, known = zip(*everyone, strict=True)
@@ -169,13 +169,13 @@ class SplitBatch(Callback):
     # The loss
 
     def keeps_predictions(self) -> bool:
-        """Tell whether somebody reads the predictions of a training batch behind the forward pass."""
+        """Tell whether the predictions of a training batch are read after the forward pass."""
         learn = self.learn
         is_known = self._checked or is_of_torch(learn.loss_func)
         return not is_known or bool(readers_of_predictions(learn)) or counts_predictions(learn)
 
     def check_count(self) -> None:
-        """Refuse a loss that the model makes over a number of things that is not known. A host-device sync, once."""
+        """Refuse a model's own loss if it is not known over how much it is a mean. A host-device sync, once."""
         if self._checked or self.learn.loss_func is not None:
             return
         if why := doubtful_count(self.learn):
@@ -190,8 +190,8 @@ class SplitBatch(Callback):
         """Refuse a loss that is not that of the parts: it compares samples with each other. A host-device sync, once.
 
         Args:
-            loss: computes it of the whole batch.
-            found: by the parts.
+            loss: computes the loss of the whole batch.
+            found: the loss that was computed from the parts.
         """
         learn = self.learn
         if self._checked or found is None or is_of_torch(learn.loss_func):
@@ -215,11 +215,11 @@ class SplitBatch(Callback):
         return {"own": {"train": (self.parts, self._fits), "evaluation": self._evaluated}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the numbers of parts; of another number of ranks the most parts, and the smallest sizes."""
-        found = state["ranks"] if "ranks" in state else [state["own"]]
+        """Restore the numbers of parts; on another number of ranks, take the most parts and the smallest sizes."""
+        ranks = state["ranks"] if "ranks" in state else [state["own"]]
 
         def joined(name: str) -> tuple[int, int]:
-            parts, fits = zip(*(each[name] for each in found), strict=True)
+            parts, fits = zip(*(each[name] for each in ranks), strict=True)
             return max(parts), min(fits)
 
         (self.parts, self._fits), self._evaluated = joined("train"), joined("evaluation")
@@ -229,19 +229,24 @@ class SplitBatch(Callback):
 
 
 def _unequal(model: nn.Module, parts: list[Part], changed: list[dict[str, Any]]) -> str:
-    """Name what is not as in the whole batch; `changed`: the buffers that the forward pass changes."""
+    """Name what differs from computing the whole batch; `changed`: the buffers that forward passes have changed."""
     named = [(_called(name, m), m) for name, m in model.named_modules() if m.training]
     norms = [name for name, m in named if isinstance(m, BatchNorm)]
     others = [name for name, m in named if any(m._buffers is b for b in changed) and name not in norms]
     drops = [name for name, m in named if isinstance(m, Dropout) and m.p]
-    drawn = first_few(drops) if drops else "the model" if _draws(parts) else ""
-    found = [f"the statistics of {first_few(norms)}"] * bool(norms)
-    found += [f"the buffers of {first_few(others)}"] * bool(others)
-    return " and ".join([*found, *[f"the random numbers of {drawn} (equal in law)"] * bool(drawn)])
+    drawn = ""
+    if drops:
+        drawn = first_few(drops)
+    elif _draws(parts):
+        drawn = "the model"
+    texts = [f"the statistics of {first_few(norms)}"] * bool(norms)
+    texts += [f"the buffers of {first_few(others)}"] * bool(others)
+    texts += [f"the random numbers of {drawn} (equal in law)"] * bool(drawn)
+    return " and ".join(texts)
 
 
 def _called(name: str, module: nn.Module) -> str:
-    """Name a module; a number, as in `nn.Sequential`, says nothing without its type."""
+    """Name a module, with its type if the name is a number, as in `nn.Sequential`."""
     kind = type(module).__name__
     return f"{name} ({kind})" if name.rpartition(".")[2].isdigit() else name or kind
 

@@ -114,7 +114,7 @@ class TrackerCallback(Callback):
         return {"best": self.best, "new_best": self.new_best, "rows": (self._rows, self._rows_with_column)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on comparing with the best value."""
+        """Restore the best value and the counts of rows."""
         self.best, self.new_best = state["best"], state["new_best"]
         self._rows, self._rows_with_column = state["rows"]
 
@@ -157,8 +157,8 @@ class SaveModelCallback(TrackerCallback):
         super().__init__(monitor, comp, min_delta, reset_on_fit)
         if not isinstance(every_epoch, int) or every_epoch < 0:
             raise ValueError(f"got every_epoch={every_epoch!r}; it is True, False or a number of epochs")
-        found = name_or_path(fname)
-        self.fname = found if isinstance(found, Path) else found.removesuffix(".pth")
+        file = name_or_path(fname)
+        self.fname = file if isinstance(file, Path) else file.removesuffix(".pth")
         self.every_epoch, self.at_end, self.with_opt = every_epoch, at_end, with_opt
         self.last_saved_path: Path | None = None
         self._best_path: Path | None = None  # the file of `best`
@@ -224,7 +224,7 @@ class SaveModelCallback(TrackerCallback):
             self.learn.load(path, with_opt=self.with_opt)
 
     def _save(self, file: str | Path) -> Path:
-        saved: Any = self.learn.save(file, with_opt=self.with_opt)  # never an open file
+        saved: Any = self.learn.save(file, with_opt=self.with_opt)  # It is never an open file.
         self.last_saved_path = saved
         return saved
 
@@ -277,7 +277,7 @@ class _Patient(TrackerCallback):
         return super().state_dict() | {"wait": self.wait}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on waiting."""
+        """Restore the best value and the count of rows without a new best."""
         super().load_state_dict(state)
         self.wait = state["wait"]
 

@@ -27,16 +27,16 @@ class TrainEvalCallback(Callback):
     order = -10
     run_valid = False
 
-    _model: nn.Module | None = None  # of the present run, before callbacks wrap it
+    _model: nn.Module | None = None  # the model of the current run, before callbacks wrap it
     _in_eval: Set[str] = frozenset()  # names of its modules that the user has put into eval mode
 
     def note_modes(self, model: nn.Module | None) -> None:
-        """Note which modules the user has put into eval mode; at the end of a run `None` comes in the model's place."""
+        """Note which modules the user has put into eval mode; at the end of a run `model` is `None`."""
         self._model = model
         if model is not None:
-            found = {name for name, module in model.named_modules() if not module.training}
-            # A model that is in eval mode as a whole is so after a run: then what was known before it still holds.
-            self._in_eval = found if model.training else found & self._in_eval
+            in_eval = {name for name, module in model.named_modules() if not module.training}
+            # After a run the whole model is in eval mode: then only modules that were noted before still count.
+            self._in_eval = in_eval if model.training else in_eval & self._in_eval
 
     def before_fit(self) -> None:
         learn = self.learn
@@ -63,7 +63,7 @@ class TrainEvalCallback(Callback):
 
     def after_cancel_batch(self) -> None:
         if ending_of(sys.exception()).event == "after_step":
-            self.learn._zero_grad()  # their step has been taken, so they are not for the next one
+            self.learn._zero_grad()  # The step has been taken, so these gradients are not for the next one.
 
     def after_batch(self) -> None:
         learn, position = self.learn, self.learn._position
@@ -77,7 +77,7 @@ class TrainEvalCallback(Callback):
         self.learn._position.over = True
 
     def after_epoch(self) -> None:
-        if (position := self.learn._position) is not None:  # else an evaluation
+        if (position := self.learn._position) is not None:  # An evaluation has none.
             position.end_epoch()
 
     def before_validate(self) -> None:
@@ -130,7 +130,7 @@ class StepCounter(Callback):
         return {"steps": self._steps, "open": self._step_open}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on counting."""
+        """Restore the count of steps."""
         self._steps, self._step_open = state["steps"], state["open"]
 
 
@@ -159,7 +159,7 @@ class StepBudget(StepCounter):
         self._advance()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on counting; the budget may be larger than it was."""
+        """Restore the count of steps; the budget may be larger than it was."""
         super().load_state_dict(state)
         self._advance()
 
