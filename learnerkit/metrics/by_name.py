@@ -17,7 +17,7 @@ OWN: dict[str, Any] = {metric.__name__: metric for metric in _FUNCTIONS}
 _CLASSES = {"auc": "AUROC", "f1": "F1Score", "precision": "Precision", "r2": "R2Score", "recall": "Recall"}
 """The classes of torchmetrics by name; before that of a class there stands its task."""
 
-_OF_PROBABILITIES = ("auc",)  # the others take decoded predictions
+_OF_PROBABILITIES = ("auc",)  # all others take decoded predictions
 
 _TASKS = {"argmax": "Multiclass", "above 0": "Binary", "above 0.5": "Binary", "itself": ""}
 """What torchmetrics calls the task, by how predictions are decoded."""
@@ -76,7 +76,7 @@ class OfTorchmetrics:
         self.metric = getattr(classification if task else regression, task + _CLASSES[name])(**options.get(task, {}))
 
     def given(self, pred: Tensor, target: Tensor) -> tuple[Tensor, tuple[Tensor]]:
-        """Return what the metric is given of a batch's predictions and targets.
+        """Turn a batch's predictions and targets into the arguments of the metric's `update`.
 
         Raises:
             ValueError: several scores for each sample, and no names of what they are.

@@ -1,4 +1,4 @@
-"""States of metrics on several ranks, made into one."""
+"""The states of metrics on several ranks, combined into one."""
 
 import copy
 import functools
@@ -19,15 +19,15 @@ class Holder(NamedTuple):
     """An object with declared states.
 
     Attributes:
-        object: it.
-        states: (default, how ranks combine it) by name; `None`: only the batches of all ranks tell.
+        object: the metric, or a metric inside it, that has the states.
+        states: (default, how ranks combine it) by name; `None` as the latter: ranks cannot combine it.
     """
 
     object: Any
     states: dict[str, tuple[Any, str | None]]
 
     def read(self) -> dict[str, Any]:
-        """The states; of lists, copies."""
+        """Return the states, with copies of lists."""
         values = {name: getattr(self.object, name) for name in self.states}
         return {name: list(value) if isinstance(value, list) else value for name, value in values.items()}
 
@@ -63,7 +63,8 @@ def combine_states(holders: list[Holder], places: dict[tuple[int, str], list], h
 
     Args:
         holders: the objects, in the same order on every rank.
-        places: of each item of the states that are lists, by the object's number and the state's name.
+        places: for each state that is a list, its items' places in the data, by the object's number and the state's
+            name.
         has_seen: whether this rank has updated them.
     """
     states = [h.read() for h in holders]
@@ -109,7 +110,7 @@ def _is_tensor(items: list) -> bool:
 
 
 def _local(device: str, metric: Any) -> torch.device:
-    """The device of this rank that is what `device` is on another."""
+    """Return this rank's counterpart of another rank's device."""
     here, there = getattr(metric, "device", None), torch.device(device)
     if isinstance(here, torch.device) and here.type == there.type:
         return here
@@ -117,7 +118,7 @@ def _local(device: str, metric: Any) -> torch.device:
 
 
 def moved(x: Any, device: torch.device) -> Any:
-    """Nested tensors on another device."""
+    """Move nested tensors to a device."""
     return map_batch(lambda t: t.to(device), x)
 
 
@@ -130,6 +131,6 @@ def _combined(values: list, default: Any, how: str) -> Any:
         return copy.deepcopy(default)
     tensors = [torch.as_tensor(value) for value in values]
     total = functools.reduce(_TWO[how], tensors)
-    if how == "sum" and len(tensors) > 1 and torch.as_tensor(default).any():  # which each rank has begun with
-        total = total - (len(tensors) - 1) * torch.as_tensor(default).cpu()
+    if how == "sum" and len(tensors) > 1 and torch.as_tensor(default).any():
+        total = total - (len(tensors) - 1) * torch.as_tensor(default).cpu()  # Each rank has begun with the default.
     return total

@@ -12,7 +12,7 @@ from learnerkit.utils import describe
 
 
 def accuracy(pred: Tensor, target: Tensor, axis: int | None = None, loss_func: Any = None) -> Tensor:
-    """Share of targets that are predicted right: of samples, or where each has several (tokens, pixels) of all those.
+    """Compute the share of targets that are predicted right; a sample may have several (tokens, pixels).
 
     Predictions are decoded as `Learner.predict` does it: the class with the largest score, or for a binary
     cross-entropy yes or no. Targets that the loss ignores, and negative ones such as -100, do not count.
@@ -32,7 +32,7 @@ def accuracy(pred: Tensor, target: Tensor, axis: int | None = None, loss_func: A
 
 
 def accuracy_multi(pred: Tensor, target: Tensor, thresh: float = 0.5, sigmoid: bool = True) -> Tensor:
-    """Share of right answers over all labels of all samples, where each label is a yes or no by itself.
+    """Compute the share of right answers over all labels of all samples, where each label is a yes or no by itself.
 
     Args:
         pred: a score for each label, of the shape of the targets.
@@ -45,12 +45,12 @@ def accuracy_multi(pred: Tensor, target: Tensor, thresh: float = 0.5, sigmoid: b
 
 
 def error_rate(pred: Tensor, target: Tensor, axis: int | None = None, loss_func: Any = None) -> Tensor:
-    """1 - `accuracy`."""
+    """Compute 1 - `accuracy`."""
     return _error_rate(pred, target, axis, loss_func)[0]
 
 
 def top_k_accuracy(pred: Tensor, target: Tensor, k: int = 5, axis: int | None = None, loss_func: Any = None) -> Tensor:
-    """Share of targets that are among the `k` largest scores.
+    """Compute the share of targets that are among the `k` largest scores.
 
     Args:
         pred, target, axis, loss_func: as in `accuracy`, but for the binary cross-entropy.
@@ -68,7 +68,7 @@ def _accuracy(pred: Any, target: Any, axis: int | None = None, loss_func: Any = 
 
 
 def decoded_pair(pred: Any, target: Tensor, axis: int | None, loss_func: Any, metric: str) -> tuple[Tensor, Tensor]:
-    "Predictions and targets as numbers of classes, or both as yes and no."
+    "Return predictions and targets as class numbers, or both as booleans."
     decoded = _decoded(pred, target, loss_func) if axis is None else None
     if decoded is None:
         dim = _class_dim(pred, target, axis, loss_func, metric)
@@ -93,11 +93,11 @@ SHARES: dict[Callable, Callable[..., tuple[Tensor, Tensor]]] = {
     error_rate: _error_rate,
     top_k_accuracy: _top_k,
 }
-"""Metrics that are shares of the targets that count: what returns the share, and how many count."""
+"""The metrics that are shares of the targets that count, each with a function that returns the share and the count."""
 
 
 def _share(right: Tensor, target: Tensor, loss_func: Any) -> tuple[Tensor, Tensor]:
-    "The share of those that are right among the targets that count, and the number of these, on the device."
+    "Return the share of right ones among the targets that count, and the number of these, on the device."
     counted = counts(target, loss_func).flatten()
     count = counted.sum()
     return wide(right & counted).sum() / count, count
@@ -112,7 +112,7 @@ def counts(target: Tensor, loss_func: Any) -> Tensor:
 
 
 def _decoded(pred: Any, target: Tensor, loss_func: Any) -> Tensor | None:
-    "Predictions as the loss decodes them, if that gives one class, or yes or no, for each target."
+    "Decode predictions as the loss does; `None` unless that gives one class, or yes or no, for each target."
     decode = decode_of(loss_func)
     if decode is None or not isinstance(pred, Tensor) or (pred.ndim < 2 and is_cross_entropy(loss_func)):
         return None
@@ -123,7 +123,7 @@ def _decoded(pred: Any, target: Tensor, loss_func: Any) -> Tensor | None:
 
 
 def _class_dim(pred: Any, target: Tensor, axis: int | None, loss_func: Any, metric: str) -> int:
-    "The dimension of the classes in scores; refuses predictions that have none, as far as that is known."
+    "Return the dimension of the classes in scores; refuse predictions without classes, as far as that is known."
     known = decoding(loss_func)
     scores = isinstance(pred, Tensor) and pred.ndim > 1 and known != "itself"
     dim = 1 if axis is None else axis
@@ -152,12 +152,12 @@ def class_axis(pred: Tensor, target: Tensor, metric: str) -> int:
 
 
 def mse(pred: Tensor, target: Tensor) -> Tensor:
-    """Mean squared error over all elements; both tensors must have the same number of elements."""
+    """Compute the mean squared error over all elements; both tensors must have the same number of elements."""
     return F.mse_loss(pred.flatten(), target.flatten().to(pred.dtype))
 
 
 def mae(pred: Tensor, target: Tensor) -> Tensor:
-    """Mean absolute error over all elements; both tensors must have the same number of elements."""
+    """Compute the mean absolute error over all elements; both tensors must have the same number of elements."""
     return F.l1_loss(pred.flatten(), target.flatten().to(pred.dtype))
 
 

@@ -40,12 +40,12 @@ def refusal(metric: Any) -> str | None:
 def members(metric: Any) -> list[tuple[str, Any]] | None:
     """Return the metrics of a torchmetrics collection by their names in it, with its prefix; `None` of anything else.
 
-    Each is updated by itself. The collection would find by its first batch which metrics share their states, and on
-    another rank, which sees another batch, find otherwise.
+    Each is updated by itself. The collection would decide by its first batch which metrics share states, and so decide
+    otherwise on another rank.
     """
     library = sys.modules.get("torchmetrics")
     is_one = library is not None and isinstance(metric, library.MetricCollection)
-    return list(metric.items()) if is_one else None  # these have states of their own, copies where they shared them
+    return list(metric.items()) if is_one else None  # Their states are not shared.
 
 
 def _is_own(cls: type) -> bool:
@@ -80,14 +80,14 @@ def declared_states(metric: Any) -> dict[str, tuple[Any, str | None]]:
     from torchmetrics.utilities.data import dim_zero_max, dim_zero_min
 
     of_tensors = {dim_zero_sum: "sum", dim_zero_max: "max", dim_zero_min: "min", dim_zero_mean: "same"}
-    found: dict[str, tuple[Any, str | None]] = {}
+    states: dict[str, tuple[Any, str | None]] = {}
     for name, default in metric._defaults.items():
         reduction = metric._reductions[name]
         if isinstance(default, list):
-            found[name] = default, "cat" if reduction in (None, dim_zero_cat) else None
+            states[name] = default, "cat" if reduction in (None, dim_zero_cat) else None
         else:
-            found[name] = default, of_tensors.get(reduction)
-    return found
+            states[name] = default, of_tensors.get(reduction)
+    return states
 
 
 def synchronizes_otherwise(metric: Any) -> bool:
@@ -106,7 +106,7 @@ def update_count(metric: Any) -> int:
 
 
 def note_new_states(metric: Any, updates: int) -> None:
-    """Let a torchmetrics object compute anew, from states that stand for so many batches."""
+    """Drop a torchmetrics object's cached value, and set its count of updates, after its states were replaced."""
     metric._computed, metric._update_count = None, updates
 
 
@@ -123,7 +123,7 @@ class HoldsTheWhole:
 
     def __init__(self, metric: Any, owner: Any, asked: Callable[[], bool]) -> None:
         self.metric, self.owner, self.asked, self.updates = metric, owner, asked, update_count(metric)
-        owner._cache = {}  # which `reset` sets to None
+        owner._cache = {}  # `reset` sets it to None.
 
     def __call__(self) -> bool:
         if self.owner._cache is None:
@@ -137,7 +137,7 @@ class HoldsTheWhole:
 
 
 def hold_the_whole(metrics: list[Any], whole: bool = True) -> None:
-    """Let `compute` of torchmetrics objects take their states for those of all ranks until `reset`, or no longer."""
+    """Keep `compute` of torchmetrics objects from syncing until `reset`; without `whole`, let it sync again."""
     for metric in metrics:
         asked = metric.distributed_available_fn
         if isinstance(asked, HoldsTheWhole):

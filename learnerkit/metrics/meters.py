@@ -141,11 +141,11 @@ class Meter:
 
     def row(self, sharded: bool) -> list[float]:
         """Return the value of each column, as `result` computes them."""
-        found = self.result(sharded)
-        if not isinstance(found, dict):
-            return [found] * len(self.columns)  # NaN, if they are several
-        self.columns = list(found)
-        return list(found.values())
+        value = self.result(sharded)
+        if not isinstance(value, dict):
+            return [value] * len(self.columns)  # It is NaN if there are several.
+        self.columns = list(value)
+        return list(value.values())
 
     @property
     def may_have_columns(self) -> bool:
@@ -181,10 +181,10 @@ class Meter:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with what this rank had seen, after a reset."""
+        """Restore this rank's state, after a reset."""
 
     def numbers(self, value: Any) -> float | dict[str, float]:
-        """Return `value` as a float; of a dict the numbers in it, by their columns: it may have others, such as lists.
+        """Return `value` as a float, or the numbers in a dict by column; it may have other entries, such as lists.
 
         Raises:
             ValueError: it is neither a single number nor a dict.
@@ -216,7 +216,7 @@ def _detached(pred: Any) -> Any:
 
 
 def _differs(joined: Callable[[list], float], size: int, batch: tuple) -> bool:
-    """Tell whether a metric of a batch is another one if the batch is cut in two.
+    """Tell whether a metric's value for a batch changes if the batch is cut in two.
 
     Args:
         joined: the metric of a list of (size, batch) pairs.
@@ -233,7 +233,7 @@ def _differs(joined: Callable[[list], float], size: int, batch: tuple) -> bool:
     except Exception:  # it may need more samples than a part has
         return False
     if any(t.is_floating_point() and t.itemsize < 4 for t in tensors) or not math.isfinite(whole + parts):
-        return False  # of numbers so short nothing can be told
+        return False  # Rounding in half precision hides a difference.
     return not math.isclose(whole, parts, rel_tol=1e-5, abs_tol=1e-6)
 
 
@@ -337,7 +337,7 @@ class StatesMeter(Meter):
     def reset(self) -> None:
         super().reset()
         self._holders = holders_of(self.metric)
-        self._places: dict[tuple[int, str], list] = {}  # of the items of states that are lists
+        self._places: dict[tuple[int, str], list] = {}  # the places of the items of list states
         self._own: list[dict] | None = None  # this rank's states, while the object has those of all
         self._has_seen = False
         self._of_this_rank()
@@ -397,7 +397,7 @@ class StatesMeter(Meter):
         self._places, self._has_seen = state["places"], state["seen"]
 
     def _put_back(self) -> None:
-        """Give the object this rank's states back, to which further updates add."""
+        """Restore this rank's states in the object, to which further updates add."""
         if self._own is None:
             return
         for holder, states in zip(self._holders, self._own, strict=True):
@@ -470,7 +470,7 @@ class MergingMeter(Meter):
             self._take(first.merge_state(rest) or first)
 
     def _put_back(self) -> None:
-        """Give the object this rank's states back, to which further updates add."""
+        """Restore this rank's states in the object, to which further updates add."""
         if self._own is not None:
             if libraries.is_torcheval(self.metric):
                 _loaded(self.metric, self._own)
@@ -487,6 +487,6 @@ class MergingMeter(Meter):
 
 
 def _loaded(metric: Any, state: dict) -> Any:
-    """A torcheval object with those states, on its own device."""
+    """Load states into a torcheval object, on its device, and return it."""
     metric.load_state_dict(moved(state, metric.device))
     return metric

@@ -105,7 +105,7 @@ class _MeanOf(Metric):
 
 
 class rmse(_MeanOf):
-    """Root of the mean squared error over all elements of all samples."""
+    """The root of the mean squared error over all elements of all samples."""
 
     def update(self, pred: Tensor, target: Tensor) -> None:
         """Add a batch's squared errors."""
@@ -117,7 +117,7 @@ class rmse(_MeanOf):
 
 
 class perplexity(_MeanOf):
-    """Exponential of the mean cross-entropy over all targets that are not `ignore_index`.
+    """The exponential of the mean cross-entropy over all targets that are not `ignore_index`.
 
     Args:
         ignore_index: targets with this value are ignored.
@@ -150,7 +150,7 @@ class perplexity(_MeanOf):
 
 
 class Dice(Metric):
-    """Dice coefficient: of each class 2 |A and B| / (|A| + |B|), where A is predicted and B the target; their mean.
+    """The Dice coefficient: the mean over classes of 2 |A and B| / (|A| + |B|), where A is predicted and B the target.
 
     A and B are pixels (or samples, or tokens) of all samples together, so that batches and ranks change nothing. The
     mean is over the classes that are in the targets or the predictions. Predictions are decoded as the loss says, as in
@@ -179,7 +179,7 @@ class Dice(Metric):
         self._loss_func = loss_func
 
     def update(self, pred: Tensor, target: Tensor) -> None:
-        """Count the pixels of each class in a batch: those that are met, that are predicted, and in the targets.
+        """Count the pixels of each class in a batch: true positives, those predicted, and those in the targets.
 
         Args:
             pred: scores (n, classes, ...), or for a binary cross-entropy one for each target.
@@ -191,17 +191,18 @@ class Dice(Metric):
         counted = counts(target, self._loss_func)
         if self.ignore_index is not None:
             counted = counted & (target != self.ignore_index)
-        found, actual = decoded_pair(pred, target, None, self._loss_func, self.name)
-        first, n = (1, 2) if found.dtype == torch.bool else (0, pred.numel() // max(1, target.numel()))
-        found, actual, counted = found.flatten().long(), actual.flatten().long(), counted.flatten()
+        predicted, actual = decoded_pair(pred, target, None, self._loss_func, self.name)
+        first, n = (1, 2) if predicted.dtype == torch.bool else (0, pred.numel() // max(1, target.numel()))
+        predicted, actual = predicted.flatten().long(), actual.flatten().long()
+        counted = counted.flatten()
 
         def tally(numbers: Tensor, among: Tensor) -> Tensor:
             # What does not count goes to place n, which is left out: to select would wait for the device.
             places = torch.where(among, numbers, n)
             return places.new_zeros(n + 1).scatter_add_(0, places, torch.ones_like(places))[first:n]
 
-        met = tally(found, counted & (found == actual))
-        self.tallies = self.tallies + torch.stack([met, tally(found, counted), tally(actual, counted)])
+        met = tally(predicted, counted & (predicted == actual))
+        self.tallies = self.tallies + torch.stack([met, tally(predicted, counted), tally(actual, counted)])
 
     def compute(self) -> Tensor | float:
         """Return the mean over the classes; NaN where there is none."""
@@ -216,7 +217,7 @@ class Dice(Metric):
 
 
 class IoU(Dice):
-    """Intersection over union, the Jaccard index: of each class |A and B| / |A or B|; their mean, as in `Dice`.
+    """The intersection over union, or Jaccard index: the mean over classes of |A and B| / |A or B|, as in `Dice`.
 
     P. Jaccard, New Phytologist 11 (1912), https://doi.org/10.1111/j.1469-8137.1912.tb05611.x.
 

@@ -52,13 +52,12 @@ class BatchSize:
             many for each process.
         tried: for each size that was tried the most bytes that it took, on any process; `None`: out of memory.
         limit: the bytes that a step may take.
-        n_batches: what `GradientAccumulation(n_batches=)` takes for the effective batch that was wanted; `None`: none
-            was.
+        n_batches: the `n_batches` of `GradientAccumulation` for the wanted effective batch; `None`: none was wanted.
         effective: samples of an optimizer step then, of all processes and batches; `None`: it is not known.
         lr: the learner's rate as `scaled_lr` scales it to these, or a list for groups with several; `None`: it is
             scaled by itself, there is no rule for the optimizer, or `effective` is not known.
         samples: which samples the batches had.
-        tokens: the budget of tokens that allows as many of the longest samples, where batches have one.
+        tokens: the budget of tokens that allows as many of the longest samples; `None`: batches have no budget.
     """
 
     batch_size: int
@@ -107,12 +106,12 @@ def find_batch_size(learn: "Learner", share: float = 0.9, bs: int | None = None)
 
 
 class _Search:
-    """Tries sizes, each on all ranks, of which each trains alone: no rank waits in a collective for one that failed.
+    """Tries sizes on all ranks, each training alone, so that none waits in a collective for one that has failed.
 
     Args:
         learn: the learner.
-        share: of the memory, that a step may take.
-        bs: samples of a step that are wanted.
+        share: the share of the memory that a step may take.
+        bs: the wanted number of samples of a step.
     """
 
     def __init__(self, learn: "Learner", share: float, bs: int | None) -> None:
@@ -144,10 +143,10 @@ class _Search:
                 "optimizer with less state, or a smaller model, or divide it among several ranks by "
                 "distrib_ctx(shard=True) (errors.html#out-of-memory)"
             )
-        return self._found(fitting, limit)
+        return self._result(fitting, limit)
 
     def _prepare(self) -> tuple[int, int, int]:
-        "The size to begin with, the largest one, and the bytes that a step may take, on this rank."
+        "Return this rank's first size, its largest size, and the bytes that a step may take."
         dls, ranks = self.learn.dls, self.ranks
         if reason := _why_fixed(dls.train):
             raise ValueError(
@@ -174,15 +173,15 @@ class _Search:
 
     def _fits(self, size: int) -> bool:
         "Tell whether batches of this size fit on all ranks; every rank must reach this."
-        found = _on_all_ranks(partial(self._try, size))
-        peak = max(peak for peak, _, _ in found)
-        self.tried[size] = None if any(out for _, out, _ in found) else peak
-        fits = all(fits for _, _, fits in found)
+        ranks = _on_all_ranks(partial(self._try, size))
+        peak = max(peak for peak, _, _ in ranks)
+        self.tried[size] = None if any(out for _, out, _ in ranks) else peak
+        fits = all(fits for _, _, fits in ranks)
         self._wanted = self._wanted if fits else peak
         return fits
 
     def _try(self, size: int) -> tuple[int, bool, bool]:
-        "The most bytes that steps of this size take on this rank, whether there were no more, and whether they fit."
+        "Return the peak of bytes in steps of this size, whether the memory ran out, and whether the steps fit."
         learn, device = self.learn, self.learn.dls.device
         # DDP keeps the gradients once more, in its buckets.
         params = unwrap(learn.model).parameters() if self.ranks > 1 else ()
@@ -206,30 +205,29 @@ class _Search:
         return peak, out, not out and peak <= self._limit
 
     def _train(self, size: int, live: LiveBytes | None) -> None:
-        "Take some steps, and validate, in this process alone; all is put back."
+        "Take some steps, and validate, in this process alone; restore everything at the end."
         learn, accumulates = self.learn, self._n_batches(size) > 1
         cbs: list[Callback] = [StepBudget(STEPS)]
-        if accumulates:  # gradients are there while the second batch of a step runs, as they are for any further one
-            cbs.append(GradientAccumulation(n_batches=2))
+        if accumulates:
+            cbs.append(GradientAccumulation(n_batches=2))  # From the second batch on, gradients are in the memory.
         with ExitStack() as stack:
             enter = stack.enter_context
             if self.ranks > 1:
                 enter(distributed.alone())
-                enter(
-                    distributed.no_collectives("a step in one process")
-                )  # else it would wait for ranks that do not come
+                # A collective would wait for ranks that do not come.
+                enter(distributed.no_collectives("a step in one process"))
             enter(learn.removed_cbs([DistributedCallback, GradientAccumulation]))
             train = enter(trying(learn, "find_batch_size", cbs))
             enter(replaced(learn.dls, loaders=self._loaders(size, 2 * STEPS if accumulates else STEPS)))
             if live is not None:
-                enter(uncompiled())  # as what compiled code takes is not seen
+                enter(uncompiled())  # The memory of compiled code cannot be seen.
                 enter(live)
                 live.note(_held(learn))
             train(n_steps=STEPS)
             self._rates = plain_rates(learn)
 
     def _n_batches(self, size: int) -> int:
-        "The batches of this size that make a step, of the effective batch that is wanted, or as the learner has it."
+        "Return how many batches of this size make a step, for the wanted effective batch or the learner's own."
         own = next((cb for cb in self.learn.cbs if isinstance(cb, GradientAccumulation)), None)
         wanted = self.bs if self.bs is not None or own is None else own.n_samples
         if wanted is not None:
@@ -237,13 +235,13 @@ class _Search:
         return 1 if own is None else own.n_batches or 1
 
     def _loaders(self, size: int, n: int) -> list[Any]:
-        "Loaders of `n` batches of this size, and of one for validation, whose size is scaled alike."
+        "Make loaders of `n` batches of this size, and of one batch for validation, whose size is scaled alike."
         valid = self.valid
         if isinstance(valid, _Source):
             valid = valid.batches(min(-(-size * valid.size // self.train.size), valid.n), 1)
         return [self.train.batches(size, n), valid, *self.learn.dls.loaders[2:]]
 
-    def _found(self, size: int, limit: int) -> BatchSize:
+    def _result(self, size: int, limit: int) -> BatchSize:
         learn, ranks, n = self.learn, self.ranks, None
         cbs: list[Callback] = []
         if self.bs is not None:
@@ -274,7 +272,7 @@ class _LimitedBytes(LiveBytes):
 
     def changed(self) -> None:
         if self.now > self.limit:
-            self.limit = float("inf")  # once, as what cleans up after it makes tensors, too
+            self.limit = float("inf")  # It is raised once, as cleaning up makes tensors, too.
             raise torch.OutOfMemoryError(f"{self.now}")
 
 
@@ -339,7 +337,7 @@ def _lengths(ds: Any) -> Tensor | None:
 
 
 def _size(part: Any) -> int:
-    """The numbers, or characters, in a sample."""
+    """Count the numbers, or characters, in a sample."""
     if isinstance(part, str | bytes):
         return len(part)
     inside = entries(part)

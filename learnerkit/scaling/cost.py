@@ -54,9 +54,9 @@ class StepCost(NamedTuple):
     beyond: float
 
     def compute(self, ranks: int) -> float:
-        """Seconds of a step on so many ranks of one machine, while no gradients travel.
+        """Return the seconds of a step on this many ranks of one machine, without sending gradients.
 
-        Each other rank is taken to slow a rank by what one does; and no more compute at a time than can.
+        Each further rank is assumed to slow a rank equally, and only `at_once` of them compute at a time.
         """
         if ranks == 1:
             return self.single
@@ -96,20 +96,20 @@ def cost_of_one(learn: "Learner", step: Pace, backward: float) -> StepCost:
 
 
 def cost_on_ranks(learn: "Learner", step: Pace, offline: float, alone: Pace | None, single: Pace | None) -> StepCost:
-    """Measure the link of these ranks, and see what a step takes beyond what is known; every rank must reach this.
+    """Measure the link of these ranks, and the seconds of a step that it does not explain; every rank must reach this.
 
     Args:
         learn: a learner that these ranks train together.
-        step: how fast they do.
+        step: the pace at which they do.
         offline: seconds of a step in which gradients do not travel.
         alone: a step in rank 0's process alone; `None`: not known.
         single: the same with as many threads as are best for it; `None`: not known.
     """
     sent, n, device = _sent(learn), distributed.world_size(), learn.dls.device
-    largest = max(sent)  # not their sum, for which a large model may leave no memory
+    largest = max(sent)  # A large model may leave no memory for the sum.
     link = measure_link(device, sizes=(1 << 10, max(1 << 14, largest // 4), max(1 << 16, largest)))
     batch = step.samples / n
-    if alone is None or abs(alone.samples - batch) > 0.1 * batch:  # a batch that ranks share is not theirs
+    if alone is None or abs(alone.samples - batch) > 0.1 * batch:  # Ranks may share one batch.
         alone, single = Pace(offline, batch), None
     here = min(n, int(os.environ.get("LOCAL_WORLD_SIZE", n)))
     beyond = step.seconds - offline - sum(all_reduce_seconds(size, n, link) for size in sent)
@@ -122,12 +122,12 @@ def cost_on_ranks(learn: "Learner", step: Pace, offline: float, alone: Pace | No
 
 
 def cost_in_forks(learn: "Learner", n_steps: int, step: Pace, timeout: float = 120.0) -> StepCost:
-    """Measure what two processes would find here, by two forks of this one that train together on the CPU.
+    """Measure the cost of a step on two ranks, by two forks of this process that train together on the CPU.
 
     Args:
         learn: the learner; the forks have copies.
-        n_steps: of each trial, at least: short steps take more.
-        step: how fast it is in this process.
+        n_steps: the least number of steps in each trial; short steps need more.
+        step: the pace in this process.
         timeout: seconds for all of it.
 
     Raises:
@@ -151,7 +151,7 @@ def _measure_as_rank(learn: "Learner", n_steps: int, timeout: float, rank: int, 
 
 
 def _sent(learn: "Learner") -> list[int]:
-    """Bytes of the buckets that DDP sends in a step."""
+    """Return the bytes of each bucket that DDP sends in a step."""
     member = member_of(learn.cbs)
     halved = member is not None and member.comm_hook in ("bf16", "fp16")
     cap = None if member is None else member.ddp_kwargs.get("bucket_cap_mb")

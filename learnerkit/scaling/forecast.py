@@ -19,12 +19,12 @@ class Row(NamedTuple):
 
     Attributes:
         ranks: how many.
-        machines: that they are on.
+        machines: how many machines they are on.
         step: seconds of a step.
         waiting: seconds of it that the averaging of gradients takes longer than the backward pass.
         efficiency: how much of its time a rank uses as one rank alone does: the step of one rank over this one.
         samples: a second, on all ranks; `None` if the batch is not known.
-        time: to the same loss, as a share of what one rank takes; without a noise scale, for the same samples.
+        time: the time to the same loss, as a share of what one rank takes; without a noise scale, for the same samples.
     """
 
     ranks: int
@@ -154,7 +154,7 @@ def forecast(
     topology: str = "ring",
     worth: float = WORTH,
 ) -> Forecast:
-    """Forecast steps on other numbers of ranks, each with a batch of its own as large as now.
+    """Forecast steps on other numbers of ranks, each with a batch as large as now.
 
     A step takes what a rank computes, and the all-reduces that the backward pass does not hide: of several buckets all
     but the last can go on their way during it. The way to a loss takes 1 + B_noise / B times as many steps as with
@@ -191,7 +191,7 @@ def forecast(
         waiting = max(took[-1], sum(took) - hidden) + (fixed if n > 1 else 0.0)
         step = (compute(here) if callable(compute) else compute) + waiting
         samples = None if batch is None else n * batch / step
-        fewer = float(n)  # steps, by this factor
+        fewer = float(n)  # the factor by which the steps are fewer
         if noise is not None and batch is not None and math.isfinite(noise):
             fewer = n * (batch + noise) / (n * batch + noise)
         return Row(n, machines, step, waiting, first / step, samples, step / (first * fewer))
@@ -208,7 +208,7 @@ def _check(
     ranks: Sequence[int], compute: float, sizes: Sequence[float], seconds: dict[str, float],
     batch: float | None, noise: float | None, per_machine: int | None, topology: str,
 ) -> None:  # fmt: skip
-    """Refuse what cannot be."""
+    """Refuse numbers that are out of range, and an unknown topology."""
     for n in ranks:
         check_count("ranks", n, "the number of ranks")
     check_positive("compute", compute)

@@ -1,6 +1,6 @@
 """The link between ranks: measured, and as a model of two numbers.
 
-It knows no learner. An all-reduce takes the time of the ring (Patarasuk and Yuan 2009): 2 (N - 1) messages one after
+It needs no learner. An all-reduce takes the time of the ring (Patarasuk and Yuan 2009): 2 (N - 1) messages one after
 the other, and 2 (N - 1) / N of the bytes through the slowest part.
 """
 
@@ -82,7 +82,7 @@ def fitted(sizes: Sequence[float], seconds: Sequence[float], ranks: int) -> Link
 def all_reduce_seconds(
     size: float, ranks: int, link: Link, *, topology: str = "ring", machines: int = 1, inter: Link | None = None
 ) -> float:
-    """Seconds that an all-reduce takes.
+    """Return the seconds that an all-reduce takes.
 
     'ring' is the model of this module. 'tree' is two binary trees, each for half of the bytes, as NCCL has them
     (Sanders, Speck and Träff 2009): as many messages as the trees are high, and all bytes up and down. As NCCL reckons
@@ -90,18 +90,22 @@ def all_reduce_seconds(
 
     Args:
         size: bytes.
-        ranks: that take part, spread evenly.
-        link: between ranks of a machine.
+        ranks: how many take part, spread evenly.
+        link: the link between ranks of a machine.
         topology: 'ring' or 'tree'.
         machines: how many.
-        inter: between machines; `None`: the same link.
+        inter: the link between machines; `None`: the same link.
     """
     if ranks == 1:
         return 0.0
     inter = inter or link
-    between = link.bandwidth if machines == 1 else inter.bandwidth if ranks == machines else None
-    slowest = min(link.bandwidth, inter.bandwidth) if between is None else between
-    if topology == "ring" or ranks == 2:  # of two ranks a tree is a ring
+    if machines == 1:
+        slowest = link.bandwidth
+    elif ranks == machines:
+        slowest = inter.bandwidth
+    else:
+        slowest = min(link.bandwidth, inter.bandwidth)
+    if topology == "ring" or ranks == 2:  # A tree of two ranks is a ring.
         far = 0 if machines == 1 else min(2 * machines, 2 * (ranks - 1))
         near, carried = 2 * (ranks - 1) - far, 2 * (ranks - 1) / ranks * size
     else:
@@ -111,19 +115,19 @@ def all_reduce_seconds(
 
 
 def ddp_buckets(gradients: Iterable[int], cap_mb: float | None = None) -> list[int]:
-    """Bytes of the buckets in which DDP averages gradients, in the order in which they leave.
+    """Return the bytes of the buckets in which DDP averages gradients, in the order in which they are sent.
 
     Args:
         gradients: bytes of each, in the order of the parameters; backward comes to the last ones first.
         cap_mb: DDP's `bucket_cap_mb`; `None`: 1 MB for the first bucket, and 25 for the others.
     """
-    found, cap = [0], cap_mb or 1.0
+    buckets, cap = [0], cap_mb or 1.0
     for size in reversed(list(gradients)):
-        if found[-1] >= cap * 2**20:
-            found.append(0)
+        if buckets[-1] >= cap * 2**20:
+            buckets.append(0)
             cap = cap_mb or 25.0
-        found[-1] += size
-    return found
+        buckets[-1] += size
+    return buckets
 
 
 # The measurement
@@ -132,8 +136,8 @@ def ddp_buckets(gradients: Iterable[int], cap_mb: float | None = None) -> list[i
 def measure_link(device: torch.device, sizes: Sequence[int] = SIZES) -> Link:
     """Measure the link of this group, as DDP averages the gradients; every rank must reach this.
 
-    That is an all-reduce, and to copy its bytes into a bucket and back. On a group of several machines this is the
-    slowest link in it. On an accelerator a short wait for it is in the latency.
+    What is timed is an all-reduce, with the copies into its bucket and back. In a group of several machines this is the
+    slowest link. On an accelerator the latency includes a short wait for the device.
 
     Args:
         device: of the gradients.
@@ -155,7 +159,7 @@ def measure_link(device: torch.device, sizes: Sequence[int] = SIZES) -> Link:
         dist.all_reduce(bucket, group=group)
         gradients.copy_(bucket)
         if device.type != "cpu":
-            torch.accelerator.synchronize(device)  # a host-device sync, without which this is the time of a launch
+            torch.accelerator.synchronize(device)  # A host-device sync: otherwise this would time the launch.
         return time.perf_counter() - start
 
     def measure() -> list[float]:
@@ -163,6 +167,6 @@ def measure_link(device: torch.device, sizes: Sequence[int] = SIZES) -> Link:
 
     shortest = min(sum(measure()) for _ in range(WARM))
     times = int(distributed.reduce(float(max(LEAST, min(MOST, SECONDS / shortest))), "min"))
-    found = torch.tensor(distributed.all_gather([measure() for _ in range(times)]), dtype=torch.float64)
-    # Of ranks, times, sizes. All ranks leave an all-reduce together: the last to come has waited for nobody.
-    return fitted(sizes, found.amin(0).quantile(0.5, 0).tolist(), n)
+    seconds = torch.tensor(distributed.all_gather([measure() for _ in range(times)]), dtype=torch.float64)
+    # The shape is (ranks, times, sizes). The rank that comes last has waited for no other, so its time counts.
+    return fitted(sizes, seconds.amin(0).quantile(0.5, 0).tolist(), n)

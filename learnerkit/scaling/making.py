@@ -72,8 +72,8 @@ class Making:
 
     Args:
         learn: the learner.
-        n_steps: of each trial.
-        seconds: after which nothing new is tried.
+        n_steps: the steps of each trial.
+        seconds: the time after which no further change is tried.
     """
 
     def __init__(self, learn: "Learner", n_steps: int, seconds: float) -> None:
@@ -90,13 +90,14 @@ class Making:
         return report
 
     def measure_parts(self) -> ScalingReport:
-        """Measure the parts of steps, and the pace of steps without that."""
+        """Measure the parts of steps, and the pace of steps that are not divided into parts."""
         learn = self.learn
         steps, walls = self._timed_steps(quiet=False)
         base = pace(learn, self.n_steps)
         self._base.append(base)
         slow = slowest(steps)
-        if slow is not None:  # if it was another program, for a moment, it will not be the same again
+        if slow is not None:
+            # Measure twice: a slowdown that another program caused is unlikely to repeat.
             again = slowest(self._timed_steps()[0])
             slow = slow if again is not None and again[:2] == slow[:2] else None
         means = [mean_parts(each) for each in steps]
@@ -129,7 +130,7 @@ class Making:
         return distributed.all_gather(watch.parts), distributed.all_gather(sum(watch.seconds) / len(watch.seconds))
 
     def run_without(self, report: ScalingReport) -> None:
-        """Run steps without what costs time."""
+        """Time steps without the network, without input, and without both."""
         trials: dict[str, dict[str, bool]] = {"input": {"loader": False}}
         if self._is_sharded():
             report.notes.append("a sharded step cannot be run without the network, so there is no forecast")
@@ -165,7 +166,7 @@ class Making:
                 report.alone, report.threads = (alone.seconds, alone.samples), threads
 
     def measure_cost(self, report: ScalingReport) -> None:
-        """Measure what other numbers of ranks are forecast from."""
+        """Measure the cost from which steps on other numbers of ranks are forecast."""
         learn, step = self.learn, self._base[0]
         scales = [cb.value for cb in learn.cbs if isinstance(cb, GradientNoiseScale)]
         report.noise = next((value for value in scales if value == value), None)
@@ -186,7 +187,7 @@ class Making:
                 report.notes.append(f"no forecast, as two processes could not be tried: {error}")
 
     def try_advice(self, report: ScalingReport) -> None:
-        """Try what may help, and note what does: twice, as chance may help once."""
+        """Try changes that may help, and note those that help twice, as once may be chance."""
         for what, change in self._advice(report):
             # Every rank must come to the same end.
             if distributed.broadcast(time.monotonic() > self._end):
@@ -208,7 +209,7 @@ class Making:
         report.helps.sort(key=lambda each: -each[1])
 
     def _base_rate(self) -> float:
-        "The best of the runs as things are: what is tried must be better."
+        "Return the best rate of the runs without a change, which a change must exceed."
         return max(found.rate for found in self._base)
 
     def _changed(self, change: Callable[[], tuple[AbstractContextManager, int]]) -> Pace:

@@ -1,4 +1,4 @@
-"""The lasting form of the scaling report: how fast all ranks are, how much they wait, and which is the slowest."""
+"""A scaling report during training: how fast all ranks are, how much they wait, and which is the slowest."""
 
 from functools import partial
 from time import perf_counter
@@ -56,7 +56,7 @@ class ScalingMonitor(Callback):
         self._ready = self._stamp()
 
     def _stamp(self) -> Any:
-        "The time on the host, or an event on the device, which is read later."
+        "Return the time on the host, or an event on the device, whose time is read later."
         device = self.learn.dls.device
         if device.type == "cpu":
             return perf_counter()
@@ -87,7 +87,7 @@ class ScalingMonitor(Callback):
         """Log what all ranks have measured; every rank must reach this."""
         seconds = perf_counter() - self._since
         for start, end in self._pairs:
-            if end.query():  # else the device has not come there, and the host does not wait for it
+            if end.query():  # The host does not wait for events that are not over.
                 self._exposed += start.elapsed_time(end) / 1e3
         rank = distributed.rank() if self.learn.n_ranks > 1 else 0
         found = torch.zeros(len(self._busy) + 3, dtype=torch.float64)

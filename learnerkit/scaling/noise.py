@@ -23,7 +23,7 @@ from learnerkit.shards import local, total_norm
 from learnerkit.torch_internals import BatchNorm, remove_hooks
 from learnerkit.utils import add_note_once, overrides, unwrap
 
-_LEAST = 20  # measured steps behind a value of the table, where there have been so many
+_LEAST = 20  # the least number of measured steps for a value of the table, if there are so many
 _OTHERWISE = "accumulate (GradientAccumulation(n_batches=2)), or train on several ranks, where no batch is cut"
 
 
@@ -60,11 +60,11 @@ class Measured(NamedTuple):
 
 
 def together(rows: Iterable[Measured]) -> list[Measured]:
-    """Add up what several ranks have measured of the same steps, of whose gradients they have the same mean."""
+    """Add up the measurements of several ranks, step by step; they have the same gradient of the whole step."""
     steps: dict[int, Measured] = {}
     for row in rows:
         if (other := steps.get(row.step)) is not None:
-            whole = other.whole if row.whole != row.whole else row.whole  # NaN on a rank that has left the step
+            whole = other.whole if row.whole != row.whole else row.whole  # A rank that has left the step has NaN.
             row = Measured._make([row.step, *(a + b for a, b in zip(row[1:-1], other[1:-1], strict=True)), whole])
         steps[row.step] = row
     return list(steps.values())
@@ -79,7 +79,7 @@ def estimate(rows: Sequence[Measured]) -> tuple[float, float]:
     the noise adds to it. Both are averaged over the steps before the quotient is taken. The error is the jackknife's.
 
     Args:
-        rows: of steps that are known.
+        rows: the steps that are known.
 
     Returns:
         NaN without steps; infinity where the mean gradient cannot be told from the noise.
@@ -157,10 +157,10 @@ class GradientNoiseScale(Callback):
     def _forget(self) -> None:
         self._steps = 0
         self._rows: list[Measured] = []  # of all ranks, in the order of their steps
-        self._own = HostScalars()  # those of this rank since then, one number after the other
-        self._row: dict[str, Any] | None = None  # of the step that is being measured
-        self._norms: dict[int, Tensor] = {}  # of the parameters' gradients in the present backward pass
-        self._heard: list[Tensor] = []  # parameters that have these hooks
+        self._own = HostScalars()  # this rank's newer rows, one number after the other
+        self._row: dict[str, Any] | None = None  # the step that is being measured
+        self._norms: dict[int, Tensor] = {}  # norms of the gradients in the current backward pass
+        self._heard: list[Tensor] = []  # the parameters with hooks
         self._hooks: list[Any] = []
 
     def before_fit(self) -> None:
@@ -202,18 +202,18 @@ class GradientNoiseScale(Callback):
         self._steps += 1
 
     def _has_begun(self) -> bool:
-        """Tell whether batches of the present step have been before this one."""
+        """Tell whether the current step has had a batch before this one."""
         gradient = self.learn._gradient
         return gradient is not None and gradient.mean.begun
 
     def _listen(self) -> None:
-        """Hear of the gradients of the backward pass that follows."""
+        """Register hooks that note the norms of the gradients in the backward pass that follows."""
         learn = self.learn
         if self._row is None:
             return
         params = self._params()
         if not self._has_begun():
-            left = [p.grad for p in params if p.grad is not None]  # of steps that a callback has left out
+            left = [p.grad for p in params if p.grad is not None]  # left by skipped steps
             if left:
                 self._row["left"] = _square(map(local, left))
         if learn.batch_size and not self._cuts:
@@ -238,9 +238,9 @@ class GradientNoiseScale(Callback):
             self._take_whole()
 
     def _take_part(self) -> None:
-        """Add what the backward pass of this rank's batch has shown."""
-        learn, row, norms, ran = self.learn, self._row, list(self._norms.values()), bool(self._hooks)
-        gradient = learn._gradient
+        """Add this rank's batch to the row of the step, after its backward pass."""
+        learn, row, gradient = self.learn, self._row, self.learn._gradient
+        norms, ran = list(self._norms.values()), bool(self._hooks)
         self._stop_listening()
         if row is None or not ran:
             return
@@ -251,7 +251,7 @@ class GradientNoiseScale(Callback):
         first = norms[0].device
         factor = gradient.mean.to_sum / self._scale()
         square = torch.stack([norm.to(first) for norm in norms]).square().sum() * factor**2
-        if isinstance(count, Tensor):  # on the device; where it counts nothing the loss may have been a NaN
+        if isinstance(count, Tensor):  # It is on the device; a loss that counts nothing may be NaN.
             square = torch.where(count > 0, square, 0.0)
             row["squares"] = row["squares"] + square / count.clamp(min=1e-30)
         else:
@@ -260,7 +260,7 @@ class GradientNoiseScale(Callback):
         row["taken"] = row["counted"] = row["counted"] + count
 
     def _take_whole(self) -> None:
-        """Add what the gradient of the whole step shows, and end its row."""
+        """Add the gradient of the whole step to its row, and end the row."""
         learn, row = self.learn, self._row
         grads = [p.grad for p in self._params() if p.grad is not None]
         if row is None or not grads:
@@ -273,7 +273,7 @@ class GradientNoiseScale(Callback):
         self._close()
 
     def _close(self) -> None:
-        """Keep what has been measured of a step."""
+        """Store the row of the measured step, if there is one."""
         row, self._row = self._row, None
         if row is not None:
             for name in Measured._fields:
@@ -303,7 +303,7 @@ class GradientNoiseScale(Callback):
         try:
             with trial(learn, model):
                 (first, one), (second, other) = (self._gradient_of(batch, i * size, size, whole) for i in range(2))
-        except CancelException:  # of a hook of the model, which will raise it in the batch itself
+        except CancelException:  # A hook of the model raised it, and will in the batch itself.
             self._row = None
             return
         finally:
@@ -357,21 +357,21 @@ class GradientNoiseScale(Callback):
         self.learn.log_metric("noise_scale", self.value)
 
     def _estimate(self) -> None:
-        """Estimate from what all ranks have measured; every rank must reach this. A host-device sync."""
+        """Update the estimate from the measurements of all ranks; every rank must reach this. A host-device sync."""
         self._close()
         own = [Measured(*row) for row in _rows_of(self._own)]
         ranks = distributed.all_gather(own) if self.learn.n_ranks > 1 else [own]
         self._own = HostScalars()
-        found = together(row for rank in ranks for row in rank)
+        rows = together(row for rank in ranks for row in rank)
         if loss_sums(self.learn):  # the step's gradient is a sum, too
-            found = [row._replace(whole=row.whole / max(row.counted, 1) ** 2) for row in found]
-        known = [row for row in found if row.is_known()]
+            rows = [row._replace(whole=row.whole / max(row.counted, 1) ** 2) for row in rows]
+        known = [row for row in rows if row.is_known()]
         if known:
             self._rows += known
             self.value, self.error = estimate(self._rows[-max(len(known), _LEAST) :])
 
     def after_fit(self) -> None:
-        self._estimate()  # of an epoch that was cancelled, too
+        self._estimate()  # The last epoch may have been cancelled.
         self.learn.say(self._sentence())
 
     def _sentence(self) -> str:
@@ -400,9 +400,10 @@ class GradientNoiseScale(Callback):
         return {"steps": self._steps, "value": self.value, "error": self.error, "rows": rows, "own": own}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on measuring. With another number of ranks, rank 0 has what all had measured."""
+        """Restore the measurements; on another number of ranks, rank 0 gets those of all ranks."""
         self._steps, self.value, self.error = state["steps"], state["value"], state["error"]
-        self._rows, self._own, self._row = [Measured(*row) for row in state["rows"]], HostScalars(), None
+        self._rows = [Measured(*row) for row in state["rows"]]
+        self._own, self._row = HostScalars(), None
         ranks = [state["own"]] if "own" in state else state["ranks"] if distributed.is_main() else []
         for value in (value for rank in ranks for row in rank for value in row):
             self._own.append(value)
@@ -412,7 +413,7 @@ class _Watch(Callback):
     """The part of `GradientNoiseScale` that sees batches and losses as they come to the model.
 
     Args:
-        scale: whose.
+        scale: the callback of which this is a part.
     """
 
     order = 49
@@ -429,8 +430,8 @@ class _Watch(Callback):
 
 def _rows_of(numbers: HostScalars) -> list[tuple]:
     width = len(Measured._fields)
-    found = numbers.all()
-    return [tuple(found[i : i + width]) for i in range(0, len(found), width)]
+    flat = numbers.all()
+    return [tuple(flat[i : i + width]) for i in range(0, len(flat), width)]
 
 
 def _readable(grad: Tensor) -> Tensor:
@@ -440,5 +441,5 @@ def _readable(grad: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _square(grads: Iterable[Tensor]) -> Tensor:
-    """The squared norm of several tensors together. Of shards every rank must reach this."""
+    """Return the squared norm of several tensors together; if they are shards, every rank must reach this."""
     return total_norm([_readable(grad) for grad in grads], 2.0).square()

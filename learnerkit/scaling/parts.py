@@ -81,7 +81,7 @@ class Clock:
         self._since, self._samples = None, 0
 
     def reduced(self) -> None:
-        """End a step, if the backward pass that is over was its last."""
+        """Note that gradients have been reduced; end the step if this was its last backward pass."""
         learn = self.learn
         self._samples += learn.batch_size
         if not learn.step_due:
@@ -100,7 +100,7 @@ class Clock:
         return perf_counter()
 
     def _end_step(self, counts: bool) -> None:
-        "A step is over, and counts or not."
+        "Note the end of a step, and whether it counts."
 
 
 class Stopwatch(Clock):
@@ -117,7 +117,7 @@ class Stopwatch(Clock):
         self.parts: list[dict[str, float]] = []
         self._running, self._start = REST, perf_counter()
         self._found: dict[str, float] = {}
-        self._undo: Callable[[], None] | None = None  # of what times the collectives of shards
+        self._undo: Callable[[], None] | None = None  # undoes the timing of the shards' collectives
 
     def enter(self, part: str) -> str:
         """Begin a part, and return the one that was running."""
@@ -129,7 +129,7 @@ class Stopwatch(Clock):
 
     @contextmanager
     def within(self, part: str) -> Iterator[None]:
-        """Let what runs in here be a part of its own inside the one that is running."""
+        """Time the body of the context as a separate part, inside the one that is running."""
         before = self.enter(part)
         try:
             yield
@@ -137,7 +137,7 @@ class Stopwatch(Clock):
             self.enter(before)
 
     def timed(self, part: str, call: Callable) -> Callable:
-        """Return a function that is a part of its own inside the one that is running."""
+        """Wrap a function so that it is timed as a separate part, inside the one that is running."""
 
         @wraps(call)
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -174,7 +174,7 @@ class Stopwatch(Clock):
         self._found = {}
 
     def watch_hooks(self) -> Callable[[], None]:
-        """Have each hook of a callback, in a batch, be a part by its name; return what undoes it."""
+        """Time each callback's hooks in a batch as a part of its name; return the function that undoes this."""
         learn = self.learn
         dispatch: Any = learn._dispatch
         make = dispatch._hook
@@ -183,7 +183,7 @@ class Stopwatch(Clock):
             made = make(cb, event)
             if event not in INNER_EVENTS or abs(cb.order) == _EDGE or isinstance(cb, StepBudget):  # the trial's own
                 return made
-            # What DistributedCallback does there is to send buffers, in which ranks wait for rank 0.
+            # DistributedCallback sends buffers there, in which ranks wait for rank 0.
             sends = event == "before_batch" and repr(cb) == "DistributedCallback"
             return self.timed(REDUCE if sends else f"callback {name_of(cb, event)}", made)
 
@@ -210,7 +210,7 @@ class Stopwatch(Clock):
 
 
 def watched(loader: Any, before: Callable[[], object], after: Callable[[], object]) -> Iterator:
-    """Iterate over a loader, and say when its batches are waited for.
+    """Iterate over a loader, and report each wait for a batch.
 
     Args:
         loader: the loader.
@@ -229,7 +229,7 @@ def watched(loader: Any, before: Callable[[], object], after: Callable[[], objec
 
 
 def call_when_ready(learn: "Learner", ready: Callable[[], Any], begins: Callable[[], Any] = lambda: None) -> None:
-    """Have `ready` called when this rank's last bucket of a step is, before it waits for the others; before a pass.
+    """Arrange before a backward pass that `ready` is called when it is over, before this rank waits for the others.
 
     Args:
         learn: the learner; alone, or before the last batch of a step, nothing is called.
@@ -239,12 +239,12 @@ def call_when_ready(learn: "Learner", ready: Callable[[], Any], begins: Callable
 
     def begin(_: Tensor) -> None:
         begins()
-        call_after_backward(ready)  # what is called at the end, in the order of asking: first this, then DDP's waiting
+        call_after_backward(ready)  # Such calls run in the order of registration: this one before DDP's wait.
 
     loss = learn.loss_grad
     if learn.n_ranks == 1 or not learn.step_due:
         return
-    if not learn.batch_size:  # it has nothing to compute, only to wait for
+    if not learn.batch_size:  # This rank computes nothing, and only waits.
         ready()
     elif isinstance(loss, Tensor) and loss.requires_grad:
         loss.register_hook(begin)
@@ -263,7 +263,7 @@ Steps = Sequence[dict[str, float]]
 
 
 def own_time(parts: dict[str, float]) -> float:
-    """The seconds of a step in which a rank does not wait for others, nor sends anything."""
+    """Return the seconds of a step in which a rank neither waits for others nor sends anything."""
     return sum(seconds for part, seconds in parts.items() if part not in _SENT)
 
 
@@ -322,7 +322,7 @@ def slowest(ranks: Sequence[Steps]) -> Slowest | None:
 
 
 def waiting(ranks: Sequence[Steps]) -> tuple[list[float], float]:
-    """Divide what is sent: the seconds that each rank waits for the slowest, and those of communication."""
+    """Divide the exposed time: the seconds that each rank waits for the slowest one, and those of communication."""
     exposed = [sum(mean_parts(steps).get(part, 0.0) for part in _SENT) for steps in ranks]
     alone = min(exposed)
     return [seconds - alone for seconds in exposed], alone

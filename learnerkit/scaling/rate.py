@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from learnerkit.learner import Learner
 
 RULES: dict[str, Callable[[float], float]] = {"linear": float, "sqrt": sqrt}
-"""The factor of the rate by that of the batch."""
+"""The factor of the rate as a function of the factor of the batch size, by rule."""
 
 
 # What a step sees
@@ -58,7 +58,11 @@ def step_of(learn: "Learner", cbs: Any = None) -> Step:
         return Step(least, "batches of unknown size", True)
     batches = batches if least is None else -(-least // (size * taken))
     samples, epoch = size * taken * batches, None if has_parts else _epoch_samples(learn.dls.train, size)
-    text = f"{size}" + (f" (cut for {ranks} processes)" if split else f" x {ranks} processes" if ranks > 1 else "")
+    text = f"{size}"
+    if split:
+        text += f" (cut for {ranks} processes)"
+    elif ranks > 1:
+        text += f" x {ranks} processes"
     text += f" x {batches} batches" if batches > 1 else ""
     if epoch is not None and epoch < samples:
         text, samples = f"{text}, but no more than an epoch has", epoch
@@ -67,7 +71,7 @@ def step_of(learn: "Learner", cbs: Any = None) -> Step:
 
 def ranks_of(learn: "Learner", cbs: list) -> tuple[int, bool, bool]:
     """Return how many ranks train together, whether they cut batches, and whether each has data of its own."""
-    if (workers := learn._workers) is not None:  # of a notebook
+    if (workers := learn._workers) is not None:  # A notebook has workers.
         options = workers.options
         return workers.nproc, options.get("split_batches", False), options.get("sharded", False)
     member = member_of(cbs)
@@ -79,7 +83,7 @@ def ranks_of(learn: "Learner", cbs: list) -> tuple[int, bool, bool]:
 def batch_samples(dls: DataLoaders) -> int | None:
     """The samples in a full batch of the training loader; `None` if it does not tell without being read."""
     dl: Any = dls.train
-    if isinstance(dl, list | tuple) and dl:  # of batches
+    if isinstance(dl, list | tuple) and dl:  # It is a list of batches.
         return dls.count(dl[0])
     places = (dl, *samplers_of(dl)[:1])  # a loader without a size has a sampler that gives whole batches
     found = [getattr(place, "batch_size", None) for place in places]
@@ -129,7 +133,7 @@ class ScaledLR(optim.Later):
 
     def into(self, function: Callable[[Any], Any]) -> "ScaledLR":
         """Apply a function to the rate when it is known, as `Later.into` does."""
-        function(self.lr)  # refuses now what it would refuse when a fit begins
+        function(self.lr)  # It refuses now what it would refuse when a fit begins.
         return ScaledLR(self.lr, self.at, self.rule, (*self.then, function))
 
     def settled(self, learn: "Learner", rates: list[Any], cbs: Any) -> list[Any]:
@@ -229,7 +233,7 @@ def rule_of(opt: Optimizer) -> str | None:
 
 
 def plain_rates(learn: "Learner") -> list[tuple[float, Callable[[float], float]]] | None:
-    """The rate of each group of the optimizer, and its factor by that of the batch.
+    """Return the rate of each group of the optimizer, and its factor as a function of the factor of the batch size.
 
     `None` if it is not one optimizer with a rule, or if its rates are scaled by themselves.
     """

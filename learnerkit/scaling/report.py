@@ -30,7 +30,7 @@ class ScalingReport:
 
     Attributes:
         ranks: processes that train together.
-        device: where.
+        device: the type of their devices.
         seconds: a step on the slowest rank, measured without the parts.
         samples: of a step, on all ranks together.
         parts: each part of a step on each rank; they add up to `walls`.
@@ -248,7 +248,7 @@ class ScalingReport:
     def to_json(self) -> str:
         """The report as JSON, which `from_json` reads."""
         facts = asdict(self) | {"slowest": self.slowest and self.slowest._asdict()}
-        if self.noise is not None and math.isinf(self.noise):  # for a forecast the same as if it were not known
+        if self.noise is not None and math.isinf(self.noise):  # A forecast treats it as unknown.
             facts["noise"] = None
         facts["cost"] = self.cost and self.cost.as_json()
         known = self.cost is not None and self.cost.link is not None

@@ -78,7 +78,7 @@ def run_trial(
             stack.callback(clock.watch_hooks())
             stack.enter_context(distributed.around_collectives(partial(clock.within, REDUCE)))
         if not network and (agreement := learn._agreement) is not None:
-            agreement.alone_from = 1  # in the first batch the ranks find out about the model together
+            agreement.alone_from = 1  # In the first batch the ranks learn about the model together.
         train(n_steps=clock.due)
     if not clock.seconds:
         raise ValueError(
@@ -89,11 +89,11 @@ def run_trial(
 
 @contextmanager
 def trying(learn: "Learner", task: str, cbs: list[Callback], quiet: bool = True) -> Iterator[Callable[..., None]]:
-    """Yield what trains, for some steps and without a bar; all that it changes is put back.
+    """Yield a function that trains for some steps, without a bar; restore everything at the end.
 
     Args:
         learn: the learner.
-        task: its task meanwhile.
+        task: the learner's task meanwhile.
         cbs: callbacks for the trial alone.
         quiet: give no warnings.
     """
@@ -102,12 +102,12 @@ def trying(learn: "Learner", task: str, cbs: list[Callback], quiet: bool = True)
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
         stack.enter_context(learn.no_bar())
-        stack.enter_context(replaced(learn.dls, _said=True))  # the views of loaders here do not tell sizes
+        stack.enter_context(replaced(learn.dls, _said=True))  # The loader views of trials do not tell sizes.
         yield stack.enter_context(learn._trying(task, cbs))
 
 
 def pace(learn: "Learner", n_steps: int, **kwargs: Any) -> Pace:
-    """Run a trial and return how fast all ranks were; every rank must reach this."""
+    """Run a trial, and return the pace of all ranks; every rank must reach this."""
     clock = Clock(learn, n_steps)
     run_trial(learn, clock, **kwargs)
     found = distributed.all_gather((sum(clock.seconds), sum(clock.samples), len(clock.seconds)))
@@ -124,7 +124,7 @@ def pace_alone(learn: "Learner", n_steps: int, seconds: float, threads: int | No
         threads: of the trial; `None`: as many as it has.
 
     Returns:
-        How fast it was; or on every rank why it could not be run.
+        The pace; or, on every rank, the reason why the trial could not be run.
     """
     key = f"scaling/{distributed.count_call('scaling')}"
     if not distributed.is_main():
@@ -162,7 +162,7 @@ def attempt(run: Callable[[], Pace]) -> tuple[Pace | None, str]:
 
 @contextmanager
 def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
-    """Give an object other attributes for a while."""
+    """Set attributes of an object, and restore them at the end."""
     before = {name: getattr(owner, name) for name in attributes}
     try:
         for name, value in attributes.items():
@@ -184,14 +184,14 @@ def _one_batch() -> Callback:
 
 
 def with_workers(dl: Any, workers: int) -> Any:
-    """A copy of a loader with so many workers; `None` if that cannot help."""
+    """A copy of a loader with this many workers; `None` if that cannot help."""
     if not isinstance(dl, DataLoader) or getattr(dl, "reads_rows", False):
         return None
     return with_batches(dl, num_workers=workers, prefetch_factor=dl.prefetch_factor or 2, persistent_workers=False)
 
 
 def with_larger_batches(dl: Any, factor: int) -> Any:
-    """A copy of a loader with batches of so many times the samples; `None` if its batches are not known to be plain."""
+    """Return a loader with `factor` times larger batches; `None` if its batches are not known to be plain."""
     batches: Any = getattr(dl, "batch_sampler", None)
     if (
         not isinstance(dl, DataLoader)
