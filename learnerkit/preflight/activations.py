@@ -22,13 +22,13 @@ _RUNS = 4
 
 
 def judge_activations(learn: "Learner", batch: Any) -> list[Finding]:
-    """Measure on a training batch what ActivationCheckpointing does, or else what a sharded model keeps of it.
+    """Measure on a training batch what ActivationCheckpointing saves and costs, or what a sharded model keeps.
 
     It waits for the device. Every rank of a sharded model must reach this.
 
     Args:
         learn: the learner.
-        batch: of this rank; `None`: it has no data.
+        batch: this rank's batch; `None`: it has no data.
     """
     cb = next((cb for cb in learn.cbs if isinstance(cb, ActivationCheckpointing)), None)
     if cb is None and will_shard(learn):
@@ -54,7 +54,7 @@ def _kept(learn: "Learner", batch: Any) -> int:
     if batch is not None:
         with trial(learn, model.train()), counting_kept(learn) as kept:
             predict(learn, batch)
-            found = bytes_beside(model, kept)  # while parameters are gathered: they are the model's own
+            found = bytes_beside(model, kept)  # Gathered parameters are the model's own.
     if shards is not None:
         shards.help()
         shards.end_votes()
@@ -63,7 +63,7 @@ def _kept(learn: "Learner", batch: Any) -> int:
 
 def _measured(learn: "Learner", batch: Any) -> tuple[int, float]:
     """The bytes that a batch keeps, and the seconds of its forward and backward pass."""
-    from learnerkit.scaling.parts import waiter  # here, as most fits need nothing of it
+    from learnerkit.scaling.parts import waiter  # Most fits do not need it.
 
     model, wait, seconds = unwrap(learn.model), waiter(learn.dls.device), list[float]()
     with trial(learn, model.train()):

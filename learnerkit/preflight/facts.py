@@ -15,7 +15,7 @@ from learnerkit.text import first_few, in_one_line
 REACH_SECONDS = 25.0  # for a rank to reach the store
 
 Facts = dict[str, Any]
-"""Of one rank: 'rank', 'host', 'machine', and by topic what it has seen, or its 'error'."""
+"""The facts of one rank: 'rank', 'host', 'machine', and by topic what it has seen, or its 'error'."""
 
 Judge = Callable[[list[Facts]], list[Finding]]
 """Concludes from the facts of all ranks what to report about a topic."""
@@ -26,7 +26,7 @@ class Board:
 
     Args:
         store: holds the notes.
-        rank, size: of this rank, and how many there are.
+        rank, size: this rank, and the number of ranks.
 
     Attributes:
         seconds: how long to wait for all ranks to come, and for each thing that they do together.
@@ -38,7 +38,7 @@ class Board:
         self.store, self.rank, self.size = store, rank, size
 
     def gather(self, topic: str, note: Any, seconds: float | None = None) -> list:
-        """On rank 0 the notes of all ranks, `None` for one that has not come in time; elsewhere nothing."""
+        """Publish this rank's note; on rank 0 return the notes of all ranks, `None` for those that come too late."""
         self.store.set(f"{topic}/{self.rank}", json.dumps(note))
         if self.rank != 0:
             return []
@@ -46,7 +46,7 @@ class Board:
         return [self.read(f"{topic}/{rank}", deadline - time.monotonic()) for rank in range(self.size)]
 
     def announce(self, topic: str, note: Any = None) -> Any:
-        """Rank 0's note, on every rank."""
+        """Publish rank 0's note in the store, and return it on every rank."""
         if self.rank == 0:
             self.store.set(topic, json.dumps(note))
             return note
@@ -56,9 +56,9 @@ class Board:
         return found
 
     def read(self, key: str, seconds: float = 0) -> Any:
-        """A note, or `None` if it is not there in time."""
+        """Return a note, or `None` if it does not come in time."""
         deadline = time.monotonic() + seconds
-        # Polled, because Python handles signals only between calls of torch.
+        # The store is polled, because Python handles signals only between calls of torch.
         while not self.store.check([key]):
             if time.monotonic() >= deadline or (self.rank != 0 and self.store.check(["end"])):
                 return None
@@ -92,7 +92,7 @@ def open_board(rank: int, size: int) -> Board:
 
 
 def by_machine(everyone: list[Facts]) -> list[list[Facts]]:
-    """The ranks of each machine."""
+    """Group the ranks by their machines."""
     found: dict[str, list[Facts]] = {}
     for facts in everyone:
         found.setdefault(facts["machine"], []).append(facts)

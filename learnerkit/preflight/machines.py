@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def examine() -> int:
     """Run all checks on one rank; every rank returns the same exit code."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that files are removed
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # An exit removes files.
     if os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR") == "ERROR":  # as the launcher sets it
         os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # the report has the errors, without the stacks of C++
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 _UNITS = {"GiB": 2**30, "GB": 10**9, "MiB": 2**20, "MB": 10**6}
 
 _NOTE = "the memory:"
-"""So the note begins that an error gets."""
+"""The beginning of the note that an error gets."""
 
 
 def bytes_of(memory: str | int | None) -> int | None:
-    """Return a number of bytes that is given as `Learner.check` takes it.
+    """Convert the `memory` of `Learner.check` to a number of bytes.
 
     Raises:
         TypeError, ValueError: it is neither such a text, nor a number above 0.
@@ -66,7 +66,7 @@ def judge_memory(learn: "Learner", seen: Seen, memory: str | int | None) -> list
     Args:
         learn: the learner, after a step.
         seen: the batch.
-        memory: of the device that the fit is meant for, as `Learner.check` takes it; `None`: of the loaders' device.
+        memory: that of the device that the fit is meant for, as in `Learner.check`; `None`: of the loaders' device.
     """
     found, room = predict_memory(learn, seen), bytes_of(memory) or memory_of(learn.dls.device)
     if isinstance(found, str):
@@ -83,16 +83,16 @@ def judge_memory(learn: "Learner", seen: Seen, memory: str | int | None) -> list
 
 
 def explain_memory(learn: "Learner", error: Exception) -> None:
-    """Add a note to the error of a memory that is full: what a step needs, and what would make it fit.
+    """Add a note to an out-of-memory error: what a step needs, and what would make it fit.
 
-    The tensors of the failed step are let go first; the prediction itself takes no memory.
+    The tensors of the failed step are released first; the prediction itself takes no memory.
     """
     if any(note.startswith(_NOTE) for note in getattr(error, "__notes__", ())):
         return
     learn.pred = learn.output = learn.loss = learn.loss_grad = None
     forget_frames(error)
     for frame, _ in traceback.walk_tb(error.__traceback__):
-        frame.f_locals.keys()  # the copy that `explain` has made in it, before Python 3.13, follows it
+        frame.f_locals.keys()  # Before Python 3.13 this updates the copy of the locals that `explain` has made.
     try:
         error.add_note(f"{_NOTE} {_explained(learn)} (errors.html#out-of-memory)")
     except Exception:  # code of the user's, such as a `__repr__`; the error itself must get through
@@ -163,13 +163,13 @@ def _ways(learn: "Learner", seen: Seen, found: Prediction, room: float, waits: b
         return None if isinstance(added, str) else added
 
     n, ways = found.batch_size, dict[str, float]()
-    split = predicted(GradientAccumulation(n_batches=2)) or found.with_more(found.gradients)  # which are kept
+    split = predicted(GradientAccumulation(n_batches=2)) or found.with_more(found.gradients)  # These are kept.
     if 0 < (most := split.largest(room)) < n:
         parts = -(-n // most)
         ways[f"SplitBatch({parts})"] = split.at(-(-n // parts))
     again, half = ActivationCheckpointing(), MixedPrecision("bf16")
     tries: dict[str, list[Callback]] = {"ActivationCheckpointing()": [again], "learn.to_bf16()": [half]}
-    tries["ActivationCheckpointing() and learn.to_bf16()"] = [again, half]  # where neither is enough
+    tries["ActivationCheckpointing() and learn.to_bf16()"] = [again, half]  # if neither is enough
     has = {type(cb) for cb in learn.cbs}
     for name, cbs in tries.items():
         if not has & set(map(type, cbs)) and (len(cbs) == 1 or not ways):
@@ -178,7 +178,7 @@ def _ways(learn: "Learner", seen: Seen, found: Prediction, room: float, waits: b
                 ways[name] = with_these.peak
     if most := found.largest(room):
         ways[f"batches of at most {most}"] = found.at(most)
-    divided = found.parameters + found.optimizer  # and gradients, but of these not all may be there at the peak
+    divided = found.parameters + found.optimizer  # Not all gradients may be there at the peak.
     shares = {ranks: found.peak - divided * (1 - 1 / ranks) for ranks in (2, 4, 8, 16, 32, 64)}
     if few := next((ranks for ranks, size in shares.items() if size <= room * (1 - MARGIN)), 0):
         ways[f"learn.distrib_ctx(shard=True) on {few} ranks"] = shares[few]

@@ -72,7 +72,7 @@ class Prediction(NamedTuple):
     lines: tuple[tuple[float, float], ...]
 
     def with_more(self, size: int) -> "Prediction":
-        """Return the same with so many bytes more, whatever the batch."""
+        """Return the prediction with `size` bytes added for every batch size."""
         lines = tuple((base + size, slope) for base, slope in self.lines)
         return self._replace(base=self.base + size, peak=self.peak + size, lines=lines)
 
@@ -116,7 +116,7 @@ def predict_memory(
     try:
         seen = _seen(learn, batch)
         n = _samples(learn, seen)
-    except Exception as error:  # of a loader, or of what it gave
+    except Exception as error:  # The loader, or its batch, has raised it.
         return in_one_line(error)
     for trial in on or ((fake_steps,) if several else (fake_steps, real_steps)):
         try:
@@ -124,7 +124,7 @@ def predict_memory(
                 others = (4 * n, 8 * n) if trial is fake_steps else (n // 2 if n > 3 else 2 * n,)
                 found = _measured(one, map_batch(like, seen), n, every, others)
                 return found.with_more(found.gradients) if several else found  # DDP has copies of them
-        except Exception as error:  # code of the user's that cannot do with tensors without values, or with this size
+        except Exception as error:  # User code may need values, or another batch size.
             reason = reason or in_one_line(error)
     return reason
 
@@ -153,7 +153,7 @@ def _seen(learn: "Learner", batch: Any) -> Seen:
 
 
 def _samples(learn: "Learner", seen: Seen) -> int:
-    """The number of samples, which all parts of a batch that have samples agree on."""
+    """Return the number of samples of a batch; refuse a batch whose parts differ in it."""
     found = learn.dls.rows_of_pass(seen.xb, seen.yb, _refuse)
     if len(found) != 1 or 0 in found:
         _refuse(seen.batch)
@@ -165,7 +165,7 @@ def _refuse(part: Any) -> None:
 
 
 def _resized(learn: "Learner", seen: Seen, n: int) -> Seen:
-    """A batch with `n` samples, those of another one again and again."""
+    """Make a batch of `n` samples by repeating those of another batch."""
     made = dict[int, Any]()  # by the part, as inputs and targets are parts of the batch, too
 
     def sized(rows: Any, dim: int, place: tuple) -> Any:
@@ -185,14 +185,14 @@ def _resized(learn: "Learner", seen: Seen, n: int) -> Seen:
 
 
 Trial = Callable[["Learner"], AbstractContextManager[tuple["Learner", Callable[[Tensor], Tensor]]]]
-"""A context for steps on a copy of a learner, and what makes such tensors as the copy has of others."""
+"""A context that yields a copy of a learner for steps, and a function that converts tensors for the copy."""
 
 
 @contextmanager
 def fake_steps(learn: "Learner") -> Iterator[tuple["Learner", Callable[[Tensor], Tensor]]]:
-    """Copy a learner with fake tensors for those of model and loss, with an optimizer of its own.
+    """Copy a learner, with fake tensors in model and loss, and with a new optimizer.
 
-    The copy has no hooks but torch's own, such as that of `weight_norm`: others may keep what they see.
+    Only torch's own hooks are copied, such as that of `weight_norm`: others may keep tensors.
     """
     one, owners = copy.copy(learn), (unwrap(learn.model), learn.loss_func)
     on_cpu = learn.dls.device.type == "cpu"
@@ -223,7 +223,7 @@ def _torchs_own(hooks: dict[int, Any]) -> dict[int, Any]:
 
 @contextmanager
 def real_steps(learn: "Learner") -> Iterator[tuple["Learner", Callable[[Tensor], Tensor]]]:
-    """Copy a learner without its model and optimizer, which are the same, and are put back at the end."""
+    """Copy a learner, but not its model and optimizer, which are restored at the end."""
     one = copy.copy(learn)
     one.model = unwrap(learn.model)
     with unchanged(learn), training_modes(one.model), keep_seeds(device=learn.dls.device), uncompiled():
@@ -234,7 +234,7 @@ def real_steps(learn: "Learner") -> Iterator[tuple["Learner", Callable[[Tensor],
 
 
 def _measured(one: "Learner", seen: Seen, n: int, cbs: Sequence[Callback], others: Sequence[int]) -> Prediction:
-    """Take a step on `n` samples, and the passes of batches of other sizes."""
+    """Measure the peaks of a step on `n` samples and of passes on other numbers of samples."""
     model, live, peaks = one.model.train(), LiveBytes(), dict[int, int]()
     mode = next((cb.mode for cb in cbs if isinstance(cb, MixedPrecision)), None)
     again = next((cb.modules for cb in cbs if isinstance(cb, ActivationCheckpointing)), None)
@@ -247,7 +247,7 @@ def _measured(one: "Learner", seen: Seen, n: int, cbs: Sequence[Callback], other
         stack.enter_context(torch.enable_grad())
         live.note((*held_tensors(model, one.loss_func), *state))
         stack.enter_context(live)
-        for i, size in enumerate((n, *[n] * keeps, *others)):  # gradients that are kept are those of the passes before
+        for i, size in enumerate((n, *[n] * keeps, *others)):  # Kept gradients come from earlier passes.
             live.peak = live.now
             one.batch, one.xb, one.yb = _resized(one, seen, size)
             one.batch_size = size
@@ -262,7 +262,7 @@ def _measured(one: "Learner", seen: Seen, n: int, cbs: Sequence[Callback], other
                 gradients = _bytes(p.grad for p in model.parameters() if p.grad is not None)
                 one._step()
                 made, floor = _bytes(state_tensors(one.opts)) - _bytes(state), live.peak
-                extra = floor - after - made  # the state, which the step has made, is there from now on
+                extra = floor - after - made  # The step has made the optimizer's state, which stays.
                 peaks[size] = max(passes + made, floor)
             else:
                 peaks[size] = max(passes, after + extra)
@@ -270,7 +270,8 @@ def _measured(one: "Learner", seen: Seen, n: int, cbs: Sequence[Callback], other
                 one._zero_grad()
             one.batch = one.pred = one.output = one.loss = one.loss_grad = None
             one.xb = one.yb = ()
-    kinds, ends = (_bytes(model.parameters()), gradients, _bytes(state_tensors(one.opts))), sorted(peaks.items())
+    kinds = _bytes(model.parameters()), gradients, _bytes(state_tensors(one.opts))
+    ends = sorted(peaks.items())
     pairs = zip(ends, ends[1:], strict=False)
     lines = ((float(floor), 0.0), *(_line(low, high) for low, high in pairs))
     return Prediction(*kinds, lines[-1][1], lines[-1][0], peaks[n], n, lines)

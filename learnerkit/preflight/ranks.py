@@ -166,7 +166,7 @@ def _run(
         t.data, t.grad = cast(value.clone()), None  # a clone, as the parent's may be in shared memory
     learn.dls._device = torch.device("cpu")
     for i, dl in enumerate(learn.dls.loaders):
-        if isinstance(dl, DataLoader):  # the copy keeps what has workers, because its end would end the parent's
+        if isinstance(dl, DataLoader):  # The copy keeps the parent's workers from ending.
             learn.dls.loaders[i] = with_batches(dl, pin_memory=False, copied_from=(dl, learn.dls._twins))
     few = learn.dls.loaders[1] = _first_batches(learn.dls.train if learn.dls.valid is None else learn.dls.valid, steps)
     learn.path, learn.logger = folder / ("ranks" if join else "one"), lambda row: None
@@ -182,11 +182,11 @@ def _run(
     learn.add_cbs([Callback(before_batch=prepare, order=-1000), notes])
     if join:
         join(folder)
-    for expected in (re.escape(UNKNOWN_COUNT), f"metric .* {DEPENDS_ON_CUT}"):  # the report has it
+    for expected in (re.escape(UNKNOWN_COUNT), f"metric .* {DEPENDS_ON_CUT}"):  # The report says it.
         warnings.filterwarnings("ignore", expected)
     state = map_batch(lambda t: cast(t.clone()), state)
     run_state.put_trained(learn, state)
-    run_state.put_rest(learn, state)  # with random states, as python seeds its generator again in a fork
+    run_state.put_rest(learn, state)  # This restores random states, too: Python reseeds in a fork.
     start = [p.detach().clone() for p in learn.model.parameters()]
     learn.fit(1)
     if not notes.steps:
@@ -341,7 +341,7 @@ def _likely_reason(one: dict, wrong: set[str], first_alike: bool, apart: str, pa
     """The likely reason of a difference.
 
     Args:
-        one: what one process has found.
+        one: the results of the single process.
         wrong: the topics that differ.
         first_alike: the losses of step 1 are equal.
         apart: where the ranks differ from each other.
@@ -418,9 +418,9 @@ def _first_apart(steps: list[tuple]) -> str:
 
 
 def _judge_equal(mine: dict[str, Tensor], others: list[dict[str, Tensor]], scale: float | None = None) -> Finding:
-    """Name the first difference of named tensors from each rank's (or those of all together), if it is not rounding.
+    """Compare named tensors with those of each rank, or of all together; name the first difference beyond rounding.
 
-    That is a share of `scale`, by default of the largest value.
+    Rounding makes up a share of `scale`, by default of the largest value.
     """
     of = "values" if scale is None else "updates"
     scale = max(map(_largest, mine.values()), default=0.0) if scale is None else scale

@@ -30,7 +30,7 @@ class Finding(NamedTuple):
 
 
 def notable(findings: Iterable[Finding]) -> list[Finding]:
-    """The hints and problems; if there are none, the first finding."""
+    """Return the hints and problems; if there are none, the first finding."""
     found = list(findings)
     return [finding for finding in found if finding.mark in (HINT, WRONG)] or found[:1]
 
@@ -67,7 +67,7 @@ class Report:
 
 
 def lines(topic: str, finding: Finding) -> list[str]:
-    """A finding as it is printed: wrapped, with control characters escaped, the advice on lines of its own."""
+    """Format a finding for printing: wrapped, with control characters escaped, and the advice on separate lines."""
     text, advice = (
         textwrap.wrap(escaped(" ".join(part.split())), WIDTH - indent, break_on_hyphens=False)
         for part, indent in ((finding.text, INDENT), (finding.advice, INDENT + 3))

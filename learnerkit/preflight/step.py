@@ -72,13 +72,13 @@ TOPICS = (
     "inputs", "targets", "prediction", "loss", "gradients", "optimizer", "memory", "batchnorm", "activations",
     "validation", "metrics", "callbacks", "other ranks",
 )  # fmt: skip
-"""In the order of the report."""
+"""The topics, in the order of the report."""
 
 _ALWAYS = {*TOPICS[:6], "validation"}  # those that every check should reach
 
 
 def of_all_ranks(everyone: Sequence[Mapping[str, list[Finding]]]) -> dict[str, list[Finding]]:
-    """The findings of all ranks by topic; what only some ranks have found names them."""
+    """Merge the findings of all ranks by topic; a finding of only some ranks names them."""
     merged: dict[str, list[Finding]] = {}
     for topic in TOPICS:
         ranks: dict[Finding, list[int]] = {}
@@ -92,7 +92,7 @@ def of_all_ranks(everyone: Sequence[Mapping[str, list[Finding]]]) -> dict[str, l
             for f in notable(ranks) or [Finding(NOTHING, "not reached")] * (topic in _ALWAYS)
         ]
     if any(f.mark == WRONG for topic in TOPICS[:-1] for f in merged[topic]):
-        del merged["other ranks"]  # they only followed
+        del merged["other ranks"]  # The others have only followed.
     return merged
 
 
@@ -112,10 +112,10 @@ class StepCheck(Callback):
         first: a callback that sees the gradients before others may drop them.
         rates: the learning rates before a schedule or a callback changes them, as `_rates` returns them.
         batch: the training batch of this rank; `None` until the model has seen it, and of a rank without data.
-        seen: the same with the inputs and targets that the model has got of it.
+        seen: the same batch, with its inputs and targets as the model has got them.
     """
 
-    order = 1000  # after all others, to see what they have made of it
+    order = 1000  # after all others, to see what they have changed
     reads_predictions = True  # in training too: DataParallelCallback gathers them
 
     def __init__(self, memory: str | int | None = None) -> None:
@@ -135,7 +135,7 @@ class StepCheck(Callback):
         self._norm_hooks = ExitStack()
 
     def check_loaders(self, learn: "Learner") -> None:
-        """Refuse loaders of which the first batch could not be given back."""
+        """Refuse loaders whose first batch would be lost for the fit."""
         for dl in learn.dls.loaders[:2]:
             if hasattr(dl, "__next__"):
                 raise ValueError(
@@ -283,7 +283,7 @@ def judge_inputs(xb: Any, model: nn.Module, ran: bool) -> list[Finding]:
 
 
 def judge_targets(loss_func: Any, pred: Any, yb: tuple) -> list[Finding]:
-    """Judge whether the loss can take these targets; to be asked before it is computed."""
+    """Judge whether the loss can take these targets; call this before the loss is computed."""
     tensors = list(tensors_in(yb))
     found = _not_finite(tensors, "the dataset")
     if len(yb) == 1 and isinstance(yb[0], Tensor) and isinstance(pred, Tensor):
@@ -385,7 +385,7 @@ def judge_loss(loss_func: Any, pred: Any, loss: Tensor, doubt: str = "") -> list
 def judge_count(learn: "Learner") -> str:
     """Say what is wrong with the count of a model's own loss: two uneven parts of the batch must combine to the whole.
 
-    Where they cannot be compared, what is not known of it; empty if all is well. It leaves no trace.
+    If they cannot be compared, say what is not known of the count; '' if all is well. The learner stays as it is.
     """
     if learn._loss_weighting.own is None:
         return ""
@@ -479,7 +479,7 @@ def _should_move(
 ) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters that even the simplest optimizer would change by more than rounding hides.
 
-    Not those whose rate a schedule has made 0, as a warm-up may: `before` has the rates of before.
+    Parameters whose rate a schedule has set to 0, as a warm-up may, are left out; `before` has the earlier rates.
     """
     rates = _rates(opts)
     for name, p in named:
@@ -521,9 +521,11 @@ def _type_name(dtype: torch.dtype | torch.layout) -> str:
 
 
 def _values(t: Tensor) -> Tensor:
-    """The numbers that a tensor stores; of a shard those of all ranks, which must all reach this."""
+    """Return the numbers that a tensor stores; of a shard those of all ranks, and every rank must reach this."""
     t = gathered(t.detach())
-    return t if t.layout is torch.strided else t.coalesce().values() if t.is_sparse else t.values()
+    if t.layout is torch.strided:
+        return t
+    return t.coalesce().values() if t.is_sparse else t.values()
 
 
 def _is_finite(t: Tensor) -> bool:

@@ -4,7 +4,7 @@ Optuna, which it imports where it is used, draws the values and decides what to 
 search:
 
 - cli.py reads the command line, and config.py the search: Comet's JSON or Optuna's words.
-- study.py has the trials in a file that all processes and machines share, and says which is whose.
+- study.py keeps the trials in a file that all processes and machines share, and assigns them.
 - workers.py runs them, each by the functions of `learnerkit.launch`; screen.py shows them.
 - script.py and callback.py are what a trial's script uses; results.py reads what has come out.
 """

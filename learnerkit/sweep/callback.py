@@ -10,7 +10,7 @@ from learnerkit.sweep.script import Trial, place
 
 
 class Pruned(SystemExit):
-    """Leaves the process of a trial that is not worth going on with."""
+    """The exit of a trial's process, raised because the trial was pruned."""
 
 
 class Report(Callback):
@@ -38,7 +38,7 @@ class Report(Callback):
                 f"got report({metric!r}), and the search's config has the metric {wanted!r}: both need the same name"
             )
         self.reported: list[float] = []
-        self._n_told = 0  # of these
+        self._n_told = 0  # how many of them the journal has
         self._trial: Trial | None = None
 
     def before_fit(self) -> None:
@@ -67,9 +67,9 @@ class Report(Callback):
         return {"reported": list(self.reported)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after the epochs that were reported, and repeat them: a trial that goes on is a new run in the journal.
+        """Restore the reported values, and report them again: a trial that goes on is a new run in the journal.
 
-        At once, as a fit that was done has no epoch more.
+        They are reported at once, since a finished fit has no further epoch.
         """
         self.reported = list(state["reported"])
         self._tell()

@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def asked(options: argparse.Namespace) -> tuple[Path, Config, Command]:
-    """Read which search is asked for."""
+    """Read the search that the command line asks for."""
     if len(options.command) < 2:
         raise ValueError("name a config and a script: python -m learnerkit.sweep -j 2 config.json train.py")
     path, *words = options.command
@@ -109,7 +109,7 @@ def begin(folder: Path, config: Config, command: Command) -> Command:
 
 
 def joined(options: argparse.Namespace) -> tuple[Path, Config, Command]:
-    """Take part in a search."""
+    """Read the search that `--join` names."""
     if options.command or options.dir or options.nproc or options.as_arguments or options.here:
         raise ValueError("--join goes with -j and --gpus alone; all else is as the search was begun")
     folder = options.join.absolute()
@@ -152,7 +152,7 @@ def search(folder: Path, config: Config, command: Command, gpus: list[str | None
         workers.run(show)
     except Exception as error:
         if not isinstance(error, OSError):
-            open_study(folder, config)  # which says so if the journal is damaged
+            open_study(folder, config)  # This raises an error if the journal is damaged.
         raise
     finally:
         screen.close()

@@ -18,9 +18,9 @@ from typing import Any
 from learnerkit.text import did_you_mean, escaped, escaped_line, printable
 
 GRID_LIMIT = 100_000  # more combinations than anybody waits for
-NUMBER_LIMIT = 1e100  # of a number in a config: sums and differences of such numbers are finite
+NUMBER_LIMIT = 1e100  # the largest number in a config: sums and differences of such numbers are finite
 STEP_LIMIT = 1e15  # values between two bounds, which Optuna can still tell apart
-TAIL = 1e-3  # of a normal distribution without bounds: so much is left out on either side
+TAIL = 1e-3  # the share of a normal distribution without bounds that is left out on either side
 
 
 def optuna() -> Any:
@@ -94,7 +94,7 @@ class Section:
         raise ConfigError(f"{self.where}{'/'.join(names)}: got {shown(value)}; {allowed}")
 
     def end(self) -> None:
-        """Refuse entries that nobody has taken."""
+        """Refuse entries that were not taken."""
         for name in self.entries:
             raise ConfigError(
                 f"{self.where}{name}: there is no such entry; allowed are {', '.join(self.known)}"
@@ -163,7 +163,7 @@ class Parameter:
     """A parameter of the search, and the distribution of its values.
 
     Args:
-        choices: the values, if they are listed; else it is a number.
+        choices: the values, if they are listed; empty for a number.
         low, high: its bounds; `None` only with `normal`.
         whole: it is an integer.
         log: it is drawn on a logarithmic scale.
@@ -194,7 +194,7 @@ class Parameter:
         return kinds.FloatDistribution(self.low, self.high, log=self.log, step=self.step)
 
     def value(self, drawn: Any) -> Any:
-        """Return the value for the script, of what Optuna has drawn."""
+        """Turn the value that Optuna has drawn into the one for the script."""
         if self.normal is None:
             return drawn
         x = NormalDist(*self.normal).inv_cdf(drawn)
@@ -206,8 +206,8 @@ class Parameter:
         bounds = (TAIL if self.low is None else self.low, 1 - TAIL if self.high is None else self.high)
         given = [bound is not None for bound in (self.low, self.high)]
         cdf = NormalDist(*(self.normal or (0, 1))).cdf
-        found = [cdf(math.log(b) if self.log else b) if g else b for b, g in zip(bounds, given, strict=True)]
-        return max(found[0], 1e-9), min(found[1], 1 - 1e-9)
+        ends = [cdf(math.log(b) if self.log else b) if g else b for b, g in zip(bounds, given, strict=True)]
+        return max(ends[0], 1e-9), min(ends[1], 1 - 1e-9)
 
     def grid(self, size: int) -> list[Any]:
         """Return values from one end to the other, as Optuna would draw them: all if there are few, else `size`.
@@ -340,7 +340,7 @@ class Config:
         if entry is None:
             entry = "random" if self.grid or self.data.get("algorithm") == "random" else "tpe"
         seed = self.seed
-        if seed is not None and "qmc" not in str(entry).lower():  # whose sequence goes on in the storage
+        if seed is not None and "qmc" not in str(entry).lower():  # QMC's sequence continues in the storage.
             seed = zlib.crc32(f"{seed} {number}".encode())
         defaults = {"seed": seed, "multivariate": True, "constant_liar": True}
         return made("sampler", optuna().samplers, entry, defaults)
@@ -352,17 +352,17 @@ class Config:
         )
 
     def values(self, drawn: dict[str, Any]) -> dict[str, Any]:
-        """Return the values for the script, of what Optuna has drawn."""
+        """Turn the values that Optuna has drawn into those for the script."""
         return {name: parameter.value(drawn[name]) for name, parameter in self.parameters.items()}
 
 
 NEEDS = {"CmaEsSampler": "cmaes", "GPSampler": "scipy", "QMCSampler": "scipy", "WilcoxonPruner": "scipy"}
-"""What Optuna imports only when trials run already."""
+"""The packages that Optuna imports only once trials run."""
 JSON_TYPES = {
     "int": "a whole number", "float": "a number", "bool": "true or false", "str": "a text", "dict": "an object",
     "None": "null",
 }  # fmt: skip
-"""What a config can have for the types of Optuna's options."""
+"""The JSON values, in words, for the types of Optuna's options."""
 
 
 def made(what: str, module: ModuleType, entry: Any, defaults: dict[str, Any]) -> Any:
@@ -372,7 +372,7 @@ def made(what: str, module: ModuleType, entry: Any, defaults: dict[str, Any]) ->
         what: 'sampler' or 'pruner'.
         module: where the classes are.
         entry: the name, with or without the suffix, or an object of "name" and options.
-        defaults: options where the class has them and the entry has not.
+        defaults: values for options that the class has and the entry lacks.
     """
     suffix = what.capitalize()
     options = {} if isinstance(entry, str) else dict(entry) if isinstance(entry, dict) else {"name": None}
@@ -465,7 +465,7 @@ def make_config(data: dict[str, Any]) -> Config:
     seed = section.number("seed", whole=True, least=0)
     size = section.number("gridSize", whole=True, least=1, default=10)
     shuffle = section.flag("randomize")
-    section.number("minSampleSize")  # of Comet's own Bayesian algorithm: nothing here depends on it
+    section.number("minSampleSize")  # Only Comet's own Bayesian algorithm depends on it.
     section.take("pruner")
     section.take("name")
     section.end()
@@ -495,7 +495,7 @@ FREE = ("maxCombo", "n_trials", "retryLimit", "retryAssignLimit", "name", "minSa
 
 
 def changes(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
-    """The entries in which a config differs from the one that a search was begun with, but for those that may."""
+    """Yield the entries that differ from those with which a search was begun, except those in `FREE`."""
     for name in sorted(before.keys() | after.keys()):
         if before.get(name) != after.get(name) and name not in FREE:
             yield name

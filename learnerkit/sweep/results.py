@@ -15,7 +15,7 @@ class Sweep:
         folder: the search's directory.
 
     Attributes:
-        study: the study of Optuna, for all that Optuna has. There a trial that was run again is several.
+        study: Optuna's own study, in which each run of a trial is a trial.
         config: what was searched.
     """
 
@@ -26,7 +26,7 @@ class Sweep:
 
     @property
     def trials(self) -> list[Row]:
-        """All trials; those that were run again count once."""
+        """The trials; one that was run again counts once."""
         return rows_of(self.study)
 
     @property
@@ -36,10 +36,10 @@ class Sweep:
         Raises:
             ValueError: no trial is complete.
         """
-        found = best_of(self.trials, self.config.maximize)
-        if found is None:
+        best = best_of(self.trials, self.config.maximize)
+        if best is None:
             raise ValueError(f"no trial in {self.folder} is complete")
-        return found
+        return best
 
     @property
     def command(self) -> str:

@@ -12,7 +12,7 @@ from learnerkit.sweep.study import Row, best_of
 from learnerkit.text import columns, escaped_line, format_time
 
 REDRAW_SECONDS = 0.5
-SILENT_SECONDS = 300.0  # after so long a log has the counts again
+SILENT_SECONDS = 300.0  # the time after which a log shows the counts again
 
 
 class Screen:
@@ -26,11 +26,11 @@ class Screen:
 
     def __init__(self, config: Config, with_gpus: bool = False, stream: TextIO | None = None) -> None:
         self.config, self.with_gpus, self.stream = config, with_gpus, stream or sys.stdout
-        is_cell = "JPY_PARENT_PID" in os.environ  # started by `!` in a notebook, whose output cannot be drawn anew
+        is_cell = "JPY_PARENT_PID" in os.environ  # A cell that runs `!` cannot redraw its output.
         self.is_live = self.stream.isatty() and os.environ.get("TERM") != "dumb" and not is_cell
-        self._said: dict[int, tuple[str, int]] = {}  # of each trial: its state, and how often it was run before
+        self._said: dict[int, tuple[str, int]] = {}  # the state and the attempt of each trial that were shown last
         self._best: Row | None = None
-        self._n_live = 0  # lines on the terminal that are drawn anew
+        self._n_live = 0  # the number of lines on the terminal that are redrawn
         self._drawn = time.monotonic() - REDRAW_SECONDS
         self._began = time.monotonic()
         self._header = True
@@ -40,12 +40,12 @@ class Screen:
         self._draw([escaped_line(text)], [])
 
     def seen(self, rows: list[Row]) -> None:
-        """Note the trials of which nothing is to be said, as they ended before."""
+        """Note trials of an earlier part of the search, which are not shown."""
         self._best = best_of(rows, self.config.maximize)
         self._said = {row.number: (row.state, row.attempt) for row in rows}
 
     def update(self, rows: list[Row]) -> None:
-        """Show what is new."""
+        """Print the trials that have ended, and redraw those that run."""
         lines = []
         for row in rows:
             before = self._said.get(row.number, ("", 0))
@@ -118,7 +118,7 @@ class Screen:
         return "  ".join([*padded, *([f"{gpus:>3}"] if self.with_gpus else []), f"{took:>7}", state]).rstrip()
 
     def _draw(self, lines: list[str], live: list[str]) -> None:
-        """Print lines in the place of those that are drawn anew, and below them the new ones of these."""
+        """Print `lines` in place of the lines that are redrawn, and below them `live`, which are redrawn next."""
         text = f"\x1b[{self._n_live}A\r\x1b[J" if self._n_live else ""
         text += "".join(f"{line}\n" for line in [*lines, *live])
         self._n_live, self._drawn = len(live), time.monotonic()

@@ -41,7 +41,7 @@ class Trial:
     """The trial that this process runs, in the journal; rank 0 alone opens it.
 
     Args:
-        place: what `TRIAL` says.
+        place: the value of the variable `TRIAL`.
     """
 
     def __init__(self, place: dict[str, Any]) -> None:
@@ -49,7 +49,7 @@ class Trial:
         from learnerkit.sweep.study import open_study, read_plan
 
         folder = Path(place["folder"])
-        study = open_study(folder, read_plan(folder)[0], optuna().samplers.RandomSampler())  # which draws nothing here
+        study = open_study(folder, read_plan(folder)[0], optuna().samplers.RandomSampler())  # It draws nothing here.
         self._trial = optuna().trial.Trial(study, place["trial"])
         # Another callback of the script may have reported before.
         self._step = 1 + max(study._storage.get_trial(place["trial"]).intermediate_values, default=-1)
@@ -60,7 +60,7 @@ class Trial:
         self._step += 1
 
     def is_pruned(self) -> bool:
-        """Return whether to end now."""
+        """Tell whether to end now."""
         if not self._trial.should_prune():
             return False
         self._trial.set_user_attr("pruned", self._step)
@@ -68,6 +68,6 @@ class Trial:
 
 
 def place() -> dict[str, Any] | None:
-    """Return where the trial is that this process runs; `None`: it runs none."""
+    """Return the place of the trial that this process runs; `None`: it runs none."""
     found: dict[str, Any] | None = json.loads(os.environ.get(TRIAL, "null"))
     return found

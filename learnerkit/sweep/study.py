@@ -77,7 +77,7 @@ class JournalLock(FileLock):
         self._journal = journal
 
     def acquire(self) -> bool:
-        """Wait for the lock, and remove half a line, which a process has left that was killed while it wrote."""
+        """Wait for the lock, and remove an incomplete line, left by a process that was killed while it wrote."""
         super().acquire()
         try:
             with self._journal.open("r+b") as file:
@@ -113,7 +113,7 @@ def open_study(folder: Path, config: Config, sampler: Any = None, create: bool =
         names = [study.study_name for study in storage.get_all_studies()]
     except OSError:
         raise
-    except Exception as error:  # of any class, as Optuna does not check what it reads
+    except Exception as error:  # It may be of any class, as Optuna does not check the lines.
         raise JournalError(
             f"{journal} is damaged ({in_one_line(error)}); remove the lines that are no JSON objects, or the search's "
             "directory"
@@ -148,7 +148,7 @@ class Run:
 
 @dataclass
 class Row:
-    """A trial as all see it: the state is that of the last time it was run.
+    """A trial, with the state of its last run.
 
     Args:
         number: of the trial.
@@ -188,7 +188,7 @@ class Study:
         self._lock = FileLock(folder / "lock")
         with self._lock:
             self.study = open_study(folder, config, config.sampler(0), create=True)
-        self._own: set[int] = set()  # whose locks this process has
+        self._own: set[int] = set()  # the trials whose locks this process holds
         self._distributions = {name: p.distribution() for name, p in config.parameters.items()}
         self._grid = config.combinations()
         self._states = optuna().trial.TrialState
@@ -220,7 +220,7 @@ class Study:
             return run
 
     def _plan_next(self, firsts: list[Any]) -> None:
-        """Say which values the next trial has, where the sampler has no say."""
+        """Enqueue the values of the next trial if they come from the grid, or repeat others; else the sampler draws."""
         n, repeats = len(firsts), self.config.repeats
         if self._grid:
             self.study.enqueue_trial(self._grid[n // repeats])
@@ -244,7 +244,7 @@ class Study:
 
     def _end(self, key: int, state: str, value: float | None, cause: str) -> None:
         trial = self._trials()[key]
-        if trial.state != self._states.RUNNING:  # taken for lost, as a file system may free locks by mistake
+        if trial.state != self._states.RUNNING:  # It was taken for lost, as a file system may free locks by mistake.
             return
         if state == "complete":
             self.study.tell(key, value)
@@ -263,7 +263,7 @@ class Study:
         number, before = numbers[trial.number], trial.user_attrs.get("again", {})
         again = {"number": number, "attempt": before.get("attempt", 0) + 1, "kills": before.get("kills", 0) + kills}
         if number not in numbers[trial.number + 1 :] and again["kills"] <= self.config.retries:
-            fixed = trial.system_attrs.get("fixed_params", {})  # if it was killed before it had all of them
+            fixed = trial.system_attrs.get("fixed_params", {})  # It may have been killed before it had all.
             self.study.enqueue_trial(fixed | trial.params, user_attrs={"again": again})
 
     def _find_lost(self) -> None:
@@ -312,7 +312,7 @@ def numbered(trials: list[Any]) -> Iterator[tuple[int, Any]]:
 
 
 def try_lock(path: Path, wait: bool = True) -> int:
-    """Lock a file and return its descriptor, or -1 if another process has the lock, and this is not to wait."""
+    """Lock a file and return its descriptor; without `wait`, -1 if another process has the lock."""
     opened = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         fcntl.flock(opened, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))

@@ -51,7 +51,7 @@ class Command:
     def with_values(self, values: Mapping[str, Any]) -> list[str]:
         """Return the words for a trial."""
         given: list[str] = []
-        for name, value in values.items():  # of --x -1e-05 argparse says that there is an option -1
+        for name, value in values.items():  # argparse takes `-1e-05` for an option.
             text = str(value)
             given += [f"--{name}={text}"] if text.startswith("-") else [f"--{name}", text]
         return [*self.words, *given] if self.as_arguments else self.words
@@ -61,7 +61,7 @@ class Command:
         python = ["python", *(["-m", "learnerkit.launch", "--nproc", str(self.nproc)] if self.nproc > 1 else [])]
         before = "" if self.as_arguments else f"{PARAMS}={shlex.quote(json.dumps(values))} "
         script, *rest = self.with_values(values)
-        near = script.removeprefix(self.start.rstrip("/") + "/")  # as it was given
+        near = script.removeprefix(self.start.rstrip("/") + "/")  # the script as the user has named it
         return before + shlex.join([*python, near, *rest])
 
 
@@ -136,7 +136,7 @@ class Workers:
                     self.study.finish(run, *self._judge(run, outcome))
                 elif self.study.is_over():
                     return
-                else:  # others still run some, which may be killed
+                else:  # Others still run some, which may be killed.
                     self._stopping.wait(IDLE_SECONDS)
         except BaseException as error:
             self._error = self._error or error
@@ -158,7 +158,7 @@ class Workers:
         env = {
             TRIAL: json.dumps(place),
             PARAMS: json.dumps(run.values),
-            "LEARNERKIT_LAUNCHER": f"{command.search} {run.number}",  # CheckpointCallback goes on with its own
+            "LEARNERKIT_LAUNCHER": f"{command.search} {run.number}",  # CheckpointCallback resumes only its own.
             "PYTHONPATH": os.pathsep.join([*([command.start] if command.words[0] == "-m" else []), *paths]),
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(threads(len(self.gpus) * command.nproc)),
         }
@@ -169,7 +169,7 @@ class Workers:
         attempt = begin_alone(run.attempt, command.nproc, run.attempt)
         try:
             return supervise.run_attempt(job, attempt, self._next_signals(slot))
-        except Interrupted:  # by a signal that came when all ranks had ended well
+        except Interrupted:  # The signal came when all ranks had ended well.
             return Outcome("done", code=0)
         finally:
             attempt.leave()
