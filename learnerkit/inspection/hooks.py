@@ -180,7 +180,7 @@ class ActivationStats(Callback):
         self._off.enter_context(uncompiled())  # compiled code would not call hooks that it was not made with
 
     def _note(self, i: int, module: nn.Module, inputs: Any, output: Any) -> None:
-        if self._now[i] is None:  # of a layer that is called several times, the first call
+        if self._now[i] is None:  # The first call of a layer counts.
             found = next((t for t in tensors_in(output) if t.is_floating_point() and t.numel()), None)
             if found is not None:
                 self._now[i] = _statistics(found.float(), self.with_hist)
@@ -198,7 +198,7 @@ class ActivationStats(Callback):
             self._counts += [none if found is None or found[1] is None else found[1] for found in self._now]
         self._now = []
         self.steps.append(self.learn.train_iter)
-        if not len(self.steps) % 64:  # so that they do not pile up on the device
+        if not len(self.steps) % 64:  # otherwise they would pile up on the device
             self._values.poll()
 
     def cleanup_batch(self) -> None:
@@ -226,7 +226,7 @@ class ActivationStats(Callback):
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with it."""
+        """Restore the recorded statistics."""
         self.layers, self.steps = list(state["layers"]), list(state["steps"])
         self._values = HostScalars()
         for value in state["values"]:
@@ -302,22 +302,22 @@ class ActivationStats(Callback):
     color_dim = plot_hist  # fastai's name
 
     def _selected(self, layers: Layers) -> list[int]:
-        "The places of these layers."
+        "Return the indices of these layers."
         if not self.steps:
             raise ValueError("nothing was recorded yet: fit(..., cbs=ActivationStats()) does that")
-        found = []
+        indices = []
         for layer in range(len(self.layers)) if layers is None else listify(layers):
             if isinstance(layer, str) and layer in self.layers:
                 layer = self.layers.index(layer)
             if not isinstance(layer, int) or not -len(self.layers) <= layer < len(self.layers):
                 near = did_you_mean(str(layer), self.layers)
                 raise ValueError(f"got layer {layer!r}; there are {first_few(map(repr, self.layers), n=20)}{near}")
-            found.append(layer)
-        return found
+            indices.append(layer)
+        return indices
 
 
 def _statistics(x: Tensor, with_hist: bool) -> tuple[Tensor, Tensor | None]:
-    """The three statistics of a float32 tensor, and how many of its values have which magnitude; on its device."""
+    """Return the three statistics of a float32 tensor, and the histogram of its magnitudes; on its device."""
     std, mean = torch.std_mean(x, correction=0)
     magnitude = x.abs()
     found = torch.stack([mean, std, (magnitude <= NEAR_ZERO).float().mean()])

@@ -31,7 +31,7 @@ def decode(loss_func: Any, preds: Any, targets: Any) -> Tensor | None:
         return None
     if not isinstance(targets, Tensor) or targets.is_floating_point():
         return None
-    if loss_func is None and targets.ndim > 1 and preds.shape[:-1] == targets.shape:  # the model's own, over tokens
+    if loss_func is None and targets.ndim > 1 and preds.shape[:-1] == targets.shape:  # It is a loss over tokens.
         return preds.argmax(-1).where(targets >= 0, targets)
     return preds.argmax(1) if targets.ndim == 1 and preds.ndim == 2 and preds.shape[1] > 1 else None
 
@@ -40,11 +40,11 @@ class ClassificationInterpretation:
     """A view of the classes that a classifier confuses, and of its largest losses. `from_learner` makes one.
 
     Args:
-        dls: whose `classes` name the classes, and whose `decode` shows inputs.
+        dls: the loaders, whose `classes` name the classes, and whose `decode` shows inputs.
         dl: the loader of the predictions, from whose dataset inputs are shown.
         preds: predictions of shape (n, classes), or of two classes (n,) or (n, 1).
         targets, decoded: actual and predicted classes, of shape (n,).
-        losses: of each sample, or `None`.
+        losses: the loss of each sample, or `None`.
 
     Attributes:
         classes: their names, or numbers.
@@ -145,9 +145,9 @@ class ClassificationInterpretation:
         return sorted((each for each in found if each[2] >= min_val), key=lambda each: -each[2])
 
     def classification_report(self) -> Table:
-        """Precision, recall, F1 score (their harmonic mean) and number of samples of each class, and their means.
+        """Return precision, recall, F1 score (their harmonic mean) and number of samples of each class, and the means.
 
-        What is a share of nothing counts as 0, as in scikit-learn.
+        A share of nothing counts as 0, as in scikit-learn.
         """
         counts = self.confusion_matrix().double()
         hits, support, said = counts.diag(), counts.sum(1), counts.sum(0)
@@ -218,7 +218,7 @@ class ClassificationInterpretation:
 
 
 def _classes(x: Any) -> Tensor | None:
-    """Classes as integers of shape (n,), or `None` if they are none."""
+    """Convert classes to integers of shape (n,); `None` if `x` has no classes."""
     if not isinstance(x, Tensor):
         return None
     x = x.squeeze(1) if x.ndim == 2 and x.shape[1] == 1 else x
@@ -229,7 +229,7 @@ def _classes(x: Any) -> Tensor | None:
 def _notes(targets: Iterable[Any], found: Iterable[Any], classes: Any) -> dict[str, list[str]]:
     """Return the texts to show with samples: their targets and decoded predictions, with wrong ones marked."""
     pairs = [(label(y, classes), label(p, classes)) for y, p in zip(targets, found, strict=True)]
-    mark = "" if callable(classes) else WRONG  # of a text some tokens are right, and some are not
+    mark = "" if callable(classes) else WRONG  # A text may be right in part.
     return {"target": [y for y, _ in pairs], "prediction": [p if p == y else mark + p for y, p in pairs]}
 
 
@@ -240,7 +240,7 @@ def show_results(learn: "Learner", n: int, ds_idx: int) -> Any:
         items = _some(loader, n)
         samples = [dls.split(item) for item in items]
         dl: Any = DataLoader(items, batch_size=max(1, len(items)), collate_fn=loader.collate_fn)  # type: ignore[arg-type]
-    else:  # batches that nobody here knows how to make of samples
+    else:  # The loader's batches cannot be made from samples here.
         batch = first_batch(loader)
         samples, dl = samples_of(dls, batch, n), [batch]
     preds, targets = learn.get_preds(dl=dl)

@@ -96,7 +96,7 @@ def _lists(module: nn.Module, kind: type, name: str = "") -> Iterator[tuple[str,
 
 
 def _entries(container: nn.Module) -> list[nn.Module]:
-    """The blocks of a list; where an `nn.Sequential` has others in it, such as the stages of a ResNet, theirs."""
+    """Return the blocks of a list; an `nn.Sequential` in it, such as a stage of a ResNet, is replaced by its blocks."""
     parts = list(container.children())
     if not isinstance(container, nn.Sequential):
         return parts

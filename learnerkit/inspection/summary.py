@@ -28,10 +28,10 @@ class Layer(NamedTuple):
     name: str
     kind: str
     output: str
-    """Its shape, at the first call; empty if the module itself was not called."""
+    """The shape of its output at the first call; empty if the module itself was not called."""
     calls: int
     parameters: int
-    """Those of its own that no layer above has."""
+    """The number of its own parameters that no layer above has."""
     trained: str
     """'yes', 'no', 'partly', or 'shared' if the layers above have all of them."""
 
@@ -156,7 +156,7 @@ def bytes_beside(model: nn.Module, kept: dict[int, torch.UntypedStorage]) -> int
 
 
 def _layers(model: nn.Module, calls: dict[nn.Module, list[str]]) -> Iterator[Layer]:
-    """The rows, those of modules that were not called after the ones before which they stand in the model."""
+    """Yield the rows in the order of the first calls; modules that were not called follow the one before them."""
     order, last = list(calls), -1
     placed = []
     for i, (name, module) in enumerate(model.named_modules()):
@@ -169,10 +169,15 @@ def _layers(model: nn.Module, calls: dict[nn.Module, list[str]]) -> Iterator[Lay
         new = [p for p in own if p not in seen]
         seen.update(new)
         flags = {p.requires_grad for p in new}
-        trained = "partly" if len(flags) > 1 else "yes" if True in flags else "no" if flags else "shared" if own else ""
-        found = calls.get(module, [])
+        if len(flags) > 1:
+            trained = "partly"
+        elif flags:
+            trained = "yes" if True in flags else "no"
+        else:
+            trained = "shared" if own else ""
+        outputs = calls.get(module, [])
         numbers = sum(p.numel() for p in new)
-        yield Layer(name, type(module).__name__, found[0] if found else "", len(found), numbers, trained)
+        yield Layer(name, type(module).__name__, outputs[0] if outputs else "", len(outputs), numbers, trained)
 
 
 def _shape(x: Any) -> str:
@@ -204,6 +209,6 @@ def _state_bytes(learn: "Learner", trained: list[nn.Parameter]) -> int | None:
     try:
         opt = learn.opt_func([{"params": copies}], lr=1e-3)
         opt.step()
-    except Exception:  # an optimizer may need a closure, or read the values that these have not
+    except Exception:  # An optimizer may need a closure, or values.
         return None
     return _bytes(state_tensors([opt]))

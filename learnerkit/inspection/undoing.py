@@ -67,9 +67,9 @@ def unchanged(learn: "Learner", but: Collection[Callback] = ()) -> Iterator[None
     owners = unwrap(learn.model), unbound(learn.loss_func)[0]
     check_shaped([owner for owner in owners if isinstance(owner, nn.Module)])
     found = run_state.state_dict(learn)
-    del found["model"]  # which is restored tensor by tensor, as some buffers cannot be loaded
+    del found["model"]  # The model is restored tensor by tensor, as some buffers cannot be loaded.
     state = restorer(found, keep)
-    held = chain(learn.opts, *map(attribute_values, learn.opts))  # with those inside of others
+    held = chain(learn.opts, *map(attribute_values, learn.opts))  # An optimizer may be inside another one.
     opts = [_put_back_optimizer(x, keep) for x in held if isinstance(x, Optimizer)]
 
     def put_back() -> None:
@@ -81,7 +81,7 @@ def unchanged(learn: "Learner", but: Collection[Callback] = ()) -> Iterator[None
     shards = learn.shards
 
     def make_whole() -> None:
-        if learn.shards is not shards and learn.shards is not None:  # after an error; the values are put back
+        if learn.shards is not shards and learn.shards is not None:  # An error has left it sharded.
             learn.shards.restore(gather=False)
             learn.shards = shards
 
@@ -89,7 +89,7 @@ def unchanged(learn: "Learner", but: Collection[Callback] = ()) -> Iterator[None
         samplers = [sampler for dl in loaders for sampler in samplers_of(dl) if not has_state(sampler)]
         for part in (*map(source_of, loaders), *samplers):
             put_back_attributes(part, stack)  # after its state, from which at its end some would not begin again
-        for calls in (opts, [put_back], opts):  # optimizers again, to which loading gives other groups and tensors
+        for calls in (opts, [put_back], opts):  # Loading gives optimizers other groups and tensors.
             for call in calls:
                 stack.callback(call)
         stack.callback(setattr, learn, "opt", learn.opt)
@@ -97,10 +97,10 @@ def unchanged(learn: "Learner", but: Collection[Callback] = ()) -> Iterator[None
             if not cb.only_fit and cb not in but:
                 put_back_attributes(cb, stack)
         stack.callback(loaders.__setitem__, slice(None), list(loaders))
-        stack.callback(setattr, learn.dls, "_twins", learn.dls._twins)  # workers of copies made in here end
+        stack.callback(setattr, learn.dls, "_twins", learn.dls._twins)  # Workers of copies made in here end.
         for i, dl in enumerate(loaders):
             if isinstance(dl, DataLoader) and dl.persistent_workers:
-                loaders[i] = with_batches(dl)  # a copy, with other workers: theirs have random states out of reach
+                loaders[i] = with_batches(dl)  # The copy has other workers, as their random states are out of reach.
         for owner in owners:
             _put_back_modules(owner, stack, keep)
         stack.callback(make_whole)
@@ -128,7 +128,7 @@ def trial(learn: "Learner", model: nn.Module) -> Iterator[None]:
 
 
 def _run_kept(learn: "Learner") -> ExitStack:
-    """Return a context at whose end the learner has the model and the batch that it has now, and all of its run."""
+    """Return a context that restores the learner's model, its batch and all else of its run."""
     stack = ExitStack()
     stack.callback(vars(learn).update, {name: getattr(learn, name) for name in ("model", *TRANSIENT)})
     return stack
@@ -140,7 +140,7 @@ def move_to_device(learn: "Learner") -> None:
     A model that is divided among ranks, or is about to be, stays where it is.
     """
     if learn.mapped is not None and not will_shard(learn):
-        learn.mapped.read(learn.model)  # as any other model
+        learn.mapped.read(learn.model)  # It is now as any other model.
         learn.mapped = None
     stays = learn.mapped is not None or learn.shards is not None
     for module in (None if stays else learn.model, learn.loss_func):
@@ -207,7 +207,7 @@ def check_shaped(modules: Iterable[nn.Module]) -> None:
 
 
 def put_back_attributes(owner: Any, stack: ExitStack) -> None:
-    """Register on `stack` what restores an object's attributes: which they are, what is in containers, generators."""
+    """Register on `stack` what restores an object's attributes, the content of its containers, and its generators."""
     for x in (getattr(owner, "__dict__", {}), *attribute_values(owner)):
         if type(x) in _CONTAINERS:
             stack.callback(_refill, x, copy.copy(x))
@@ -219,14 +219,14 @@ _CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
 
 
 def attribute_values(owner: Any) -> list[Any]:
-    """The attributes of an object, and what those that are containers hold: no deeper, as that may be anything."""
+    """Return the attributes of an object, and the items of those that are containers, but nothing deeper."""
     values = list(getattr(owner, "__dict__", {}).values())
     inside = [x.values() if isinstance(x, dict) else x for x in values if type(x) in (tuple, *_CONTAINERS)]
     return [*values, *(item for items in inside for item in items)]
 
 
 def held_tensors(*owners: Any) -> list[Tensor]:
-    """The plain tensors of modules (parameters, buffers, attributes), and those of other objects and of partials."""
+    """Return the plain tensors of modules (parameters, buffers, attributes), of other objects and of partials."""
     inner = [unbound(owner) for owner in owners]
     parts = [part for x, _ in inner for part in (x.modules() if isinstance(x, nn.Module) else [x])]
     found: list[Any] = [t for part in parts if isinstance(part, nn.Module) for t in own_tensors(part)]
@@ -246,11 +246,11 @@ def _refill(x: Any, content: Any) -> None:
 
 
 def _put_back_modules(owner: Any, stack: ExitStack, keep: Callable[[Tensor], Tensor]) -> None:
-    """Register on `stack` what restores a module, or another object, whole.
+    """Register on `stack` what restores a whole module, or another object.
 
-    That is, of each module in it: parameters and buffers with values, gradient and `requires_grad`, and attributes,
-    tensors among them; also if they have been replaced, removed or added. What other objects that are attributes hold
-    is not restored. A module that gets its shape meanwhile keeps what it gets.
+    This restores of each module in it parameters and buffers with values, gradient and `requires_grad`, and attributes,
+    tensors among them; also if they have been replaced, removed or added. The content of other objects that are
+    attributes is not restored. A module that gets its shape meanwhile keeps it.
 
     Args:
         owner: the module; of another object the attributes are restored.
@@ -259,7 +259,7 @@ def _put_back_modules(owner: Any, stack: ExitStack, keep: Callable[[Tensor], Ten
     """
     parts = list(owner.modules()) if isinstance(owner, nn.Module) else [owner]
     seen = set(map(id, parts))
-    for part in parts:  # which grows
+    for part in parts:  # The loop appends to the list.
         own = own_tensors(part) if isinstance(part, nn.Module) else []
         if any(map(is_lazy, own)):
             continue
@@ -268,7 +268,7 @@ def _put_back_modules(owner: Any, stack: ExitStack, keep: Callable[[Tensor], Ten
             if id(x) in seen:
                 continue
             seen.add(id(x))
-            if isinstance(x, nn.Module):  # in a list, where torch does not look for modules
+            if isinstance(x, nn.Module):  # It is in a list, where torch does not look for modules.
                 parts.append(x)
                 continue
             is_own = any(x is t for t in own)
@@ -282,8 +282,8 @@ def _tensor_restorer(x: Tensor, keep: Callable[[Tensor], Tensor], is_own: bool) 
     grad = restorer(x.grad if x.is_leaf else None, keep)
 
     def put_back() -> None:
-        place = unexpanded(x).data  # so that a graph made before the trial can still be differentiated
-        # A host-device sync; what has not changed may be memory that cannot be written.
+        place = unexpanded(x).data  # A graph made before the trial can then still be differentiated.
+        # A host-device sync. Memory that has not changed may be read-only.
         if is_own or not torch.equal(place, values.to(x.device)):
             place.copy_(values)
         if x.is_leaf:

@@ -21,7 +21,7 @@ from learnerkit.launch.supervise import Attempt, Interrupted, Job
 from learnerkit.processes.machine import LOOPBACK
 from learnerkit.text import did_you_mean, escaped_line, printable, signal_name
 
-PORT = 29500  # of the nodes' rendezvous unless another one is given, as with torchrun
+PORT = 29500  # the port of the nodes' rendezvous unless another one is given, as with torchrun
 COUNTS = ("--nproc", "--nproc-per-node", "--nnodes")  # what a script should not need
 DOCTOR = ["-m", "learnerkit.doctor", "--rank"]
 
@@ -34,7 +34,7 @@ class Plan:
     restarts: int = 0
     nodes: Static | Elastic | None = None
     port: int = 0  # on one machine; 0: any
-    told: bool = False  # where options of the launcher stand
+    told: bool = False  # whether the user was told where options of the launcher stand
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "learnerkit.launch") -> int:
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "learnerkit.launch") -> 
     try:
         plan = parse(argv, prog)
         return run(plan) if isinstance(plan, Plan) else plan
-    except KeyboardInterrupt:  # only before run watches the signals
+    except KeyboardInterrupt:  # This happens only before `run` watches the signals.
         return 128 + signal.SIGINT
 
 
@@ -71,7 +71,7 @@ def run(plan: Plan) -> int:
                     continue
                 number += 1
                 if outcome.kind in ("done", "stopped") or number > restarts:
-                    # As argparse fails, but also others.
+                    # argparse fails with this code, but so do other programs.
                     if outcome.kind == "failed" and outcome.code == 2 and not plan.told:
                         say_where_options_stand(job.command, make_parser()._option_string_actions)
                     return outcome.code
@@ -92,7 +92,7 @@ def run(plan: Plan) -> int:
 
 
 def say_where_options_stand(command: list[str], options: Iterable[str]) -> bool:
-    """Say so if an option that the script has got is one of the launcher's, and tell whether one is.
+    """Tell whether the script has got an option of the launcher, and say so to the user.
 
     Args:
         command: the script, or -m and a module, and its arguments.
@@ -114,11 +114,11 @@ class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse the arguments; of an option that there is not, name the nearest one, and say where a script's stand."""
+        """Parse the arguments; for an unknown option, name the nearest one, and say where those of a script stand."""
         options, unknown = self.parse_known_args(args, namespace)
         if unknown:
             name = unknown[0].partition("=")[0]
-            hint = did_you_mean(name, self._option_string_actions, cutoff=0.75)  # all are alike by their dashes
+            hint = did_you_mean(name, self._option_string_actions, cutoff=0.75)  # The dashes make all names alike.
             if getattr(options, "command", None) and not getattr(options, "check", False):
                 hint += f"; arguments of the script stand behind it, as in: script.py {name}"
             self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")

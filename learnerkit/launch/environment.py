@@ -17,8 +17,8 @@ class Topology:
         interface: the network interface by which the ranks reach each other; `None`: as it is set.
         first_rank, world_size: the number of the launcher's first rank, and how many ranks there are in all.
         first_local_rank, local_world_size: the same on this machine, which may have several launchers.
-        node, nodes: which launcher of how many.
-        machine, machines: on which machine of how many.
+        node, nodes: the number of the launcher, and how many launchers there are.
+        machine, machines: the number of its machine, and how many machines there are.
         attempt, restarts: how often the ranks have been restarted, and how often they may be.
     """
 
@@ -60,7 +60,7 @@ def rank_environment(
             env.setdefault(name, topology.interface)
     if topology.local_world_size > 1:
         env.setdefault("OMP_NUM_THREADS", "1")
-    # Where another rank has gone, torch prints twenty lines of C++ as a warning. Errors, such as NCCL's, are printed.
+    # If another rank is gone, torch warns with twenty lines of C++. Errors, such as NCCL's, are still printed.
     env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if gpus is not None:
         env["CUDA_VISIBLE_DEVICES"] = gpus

@@ -31,9 +31,9 @@ class GroupAttempt(Attempt):
     """An attempt of several nodes; a thread gives signs of life, and looks for those of the others.
 
     Args:
-        topology, listener: as above.
+        topology, listener: as for `Attempt`.
         names: the nodes, for messages.
-        store: what the nodes share.
+        store: the store that the nodes share.
         rendezvous: where they have found each other.
     """
 
@@ -116,12 +116,12 @@ class GroupAttempt(Attempt):
 
 
 def publish(outcome: Outcome, store: Any) -> Outcome:
-    """Say how an attempt ends, unless another node was first; return what was said first."""
+    """Publish how an attempt ends, unless another node has; return the outcome that was published first."""
     return Outcome(**json.loads(store.compare_set("end", "", json.dumps(vars(outcome)))))
 
 
 def begin_alone(number: int, nproc: int, restarts: int, port: int = 0) -> Attempt:
-    """Begin an attempt on this machine alone: as below, with a store at `port`, of which 0 is any free one."""
+    """Begin an attempt on this machine alone, with a store at `port`; 0: any free port."""
     listener = socket.create_server((LOOPBACK, port))
     return Attempt(Topology(nproc, listener.getsockname()[1], attempt=number, restarts=restarts), listener)
 

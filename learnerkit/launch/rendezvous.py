@@ -35,7 +35,7 @@ class Static:
 
 @dataclass(frozen=True)
 class Elastic:
-    """Nodes that come to an address, at least and at most so many; the machine that has the address serves."""
+    """Nodes that meet at an address, from `least` to `most`; the machine that has the address serves the store."""
 
     least: int
     most: int
@@ -75,7 +75,7 @@ class Rendezvous:
     def _join_static(self, spec: Static, attempt: int) -> tuple[int, int, int, Any]:
         if self._store is None:
             self._store = self._serve() if self.serves() else self._connect()
-        from torch.distributed import PrefixStore  # not before `_connect` has looked
+        from torch.distributed import PrefixStore  # `_connect` must look before this import.
 
         def current() -> int:
             return int(self._store.get("attempt")) if self._store.check(["attempt"]) else -1
@@ -98,7 +98,7 @@ class Rendezvous:
             )
 
     def _serve(self) -> Any:
-        from learnerkit.torch_internals import host_store  # imports torch, for which nobody who connects should wait
+        from learnerkit.torch_internals import host_store  # It imports torch, which only this node needs now.
 
         try:
             address = own_address(self.spec.address, self.spec.port)
@@ -111,7 +111,7 @@ class Rendezvous:
         return host_store(listener, seconds=STORE_SECONDS)
 
     def _connect(self) -> Any:
-        self._store_answers()  # an error is told at once, before torch is imported, which takes seconds
+        self._store_answers()  # An error is told at once, before torch is imported, which takes seconds.
         from torch.distributed import TCPStore
 
         self.wait(lambda: f"node 0 at {self.endpoint}", self._store_answers)
@@ -119,7 +119,7 @@ class Rendezvous:
 
     def _join_elastic(self, spec: Elastic, attempt: int) -> tuple[int, int, int, Any]:
         if self._handler is None:
-            self._store_answers()  # here, too, before torch is imported
+            self._store_answers()  # An error is told before torch is imported.
         from torch.distributed.elastic.rendezvous.api import RendezvousError
 
         # A store shared over all rounds would give a later attempt the addresses of an earlier one's ranks.
@@ -171,12 +171,12 @@ class Rendezvous:
         return self._handler is not None and self._handler.num_nodes_waiting() > 0
 
     def leave(self) -> None:
-        """Take no part any more."""
+        """Leave the rendezvous for good."""
         if self._handler is not None:
             self._handler.shutdown()
 
     def wait(self, what: Callable[[], str], arrived: Callable[[], bool]) -> None:
-        """Wait until something is there, and say now and then what is waited for.
+        """Wait until `arrived` returns true, and say from time to time what is waited for.
 
         Raises:
             NodeError: it does not come in time.

@@ -68,7 +68,7 @@ def log_errors(ranks: list[Rank]) -> None:
 
 
 def outcome_of(ranks: list[Rank], reason: int | Outcome, topology: Topology) -> Outcome:
-    """Return how the attempt has ended: of several failures here the first cause counts, once all have ended."""
+    """Return how the attempt has ended; of several failures on this node, the first cause counts."""
     if isinstance(reason, int):
         return Outcome("stopped", topology.node, 128 + reason, text=f"asked to end by {signal_name(reason)}")
     first = first_failure(ranks)
@@ -94,7 +94,9 @@ def report(ranks: list[Rank], reason: int | Outcome, topology: Topology, began: 
         # One line if the user asked for the end, or the message names the cause.
         one_line = reason == signal.SIGINT or follows(rank) == FOLLOWS
         told = rank.report
-        details = told.error if one_line else told.brief if wants_short() else told.traceback
+        details = told.brief if wants_short() else told.traceback
+        if one_line:
+            details = told.error
         say(f"rank {rank.number} {how_where_and_when(rank, began)}" + (f":\n{details}" if details else ""))
     for rank in failed[0 if by_others else 1 :]:
         error = rank.report.error
@@ -133,7 +135,7 @@ def stopped(rank: Rank) -> bool:
 
 
 def stopped_by(rank: Rank) -> int:
-    """Return the signal by which a rank says that it was asked to end, and has ended as it should; 0: by none."""
+    """Return the signal that asked a rank to end, if the rank reports that it ended as it should; else 0."""
     return rank.report.ending.signal
 
 

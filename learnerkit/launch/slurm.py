@@ -26,7 +26,7 @@ class Task:
     """The task of a job step in which srun has started this launcher.
 
     Args:
-        number, count: which launcher of how many of the job step.
+        number, count: the number of the launcher in the job step, and how many launchers there are.
         one_gpu: each launcher starts exactly one rank, as some node has several launchers; else one rank per GPU.
         addr: the first node of the step, where task 0 runs.
         port: the same for all launchers of the step; other steps, and jobs of the same days, get others.
@@ -67,7 +67,7 @@ def current_task(environ: Mapping[str, str]) -> Task | None:
         )
     if environ.get("SLURM_DISTRIBUTION") == "arbitrary":
         raise ValueError("with srun --distribution=arbitrary nothing says on which node task 0 is; leave it out")
-    port = PORTS[(job + 1009 * step) % len(PORTS)]  # consecutive jobs, and the steps of one, get different ones
+    port = PORTS[(job + 1009 * step) % len(PORTS)]  # Consecutive jobs and steps get different ports.
     return Task(number, count, max(tasks) > 1, nodes[0], port)
 
 
@@ -75,7 +75,7 @@ def advice(environ: Mapping[str, str]) -> str:
     """Return a hint if the launcher would not use the whole allocation of this shell, else an empty string."""
     if "SLURM_JOB_ID" not in environ or _step(environ) is not None:
         return ""
-    overlap = " --overlap" if "SLURM_PTY_PORT" in environ else ""  # else it waits for the step of this shell
+    overlap = " --overlap" if "SLURM_PTY_PORT" in environ else ""  # Otherwise it waits for the step of this shell.
     srun = f"`srun{overlap} python -m learnerkit.launch ...`"
     nodes, tasks = (_integer(environ, f"SLURM_{name}", "1") for name in ("JOB_NUM_NODES", "NTASKS"))
     if nodes > 1:
@@ -274,7 +274,7 @@ def _check_command(text: str) -> None:
     env = {"PATH": os.environ.get("PATH", os.defpath), "LC_ALL": "C"}
     try:
         checked = subprocess.run(["bash", "-n", "-c", text], env=env, stderr=subprocess.PIPE)
-    except FileNotFoundError:  # here, but not where the script is to run
+    except FileNotFoundError:  # This machine has no bash, but that of the job has.
         return
     said = checked.stderr.decode(errors="replace")
     if said or text.endswith("\\"):

@@ -146,7 +146,7 @@ def run_attempt(job: Job, attempt: Attempt, signals: SignalQueue) -> Outcome:
         finally:
             kill(ranks)
     log_errors(ranks)
-    if reason is None:  # or a rank alone got a signal, and told the others
+    if reason is None:  # A single rank may have got a signal, and told the others.
         reason = next(filter(None, map(stopped_by, ranks)), None)
         if reason is not None and not job.quiet:
             say(f"a rank got {signal_name(reason)}, and all have stopped")
@@ -243,7 +243,7 @@ def start(job: Job, attempt: Attempt, output: Output, ranks: list[Rank]) -> None
 
 @contextmanager
 def guarded(ranks: list[Rank]) -> Iterator[None]:
-    """Have what the ranks have started killed, too, if this process is killed in the meantime: see guard.py."""
+    """Have the guard kill what the ranks have started if this process is killed in the meantime; see guard.py."""
     command = [sys.executable, "-IS", str(GUARD), *(str(rank.process.pid) for rank in ranks)]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, bufsize=0,
@@ -255,7 +255,7 @@ def guarded(ranks: list[Rank]) -> Iterator[None]:
             yield
         finally:
             if process.stdin is not None:
-                process.stdin.close()  # at which it ends
+                process.stdin.close()  # The guard ends at this.
             try:
                 process.wait(KILL_SECONDS)
             except subprocess.TimeoutExpired:  # somebody has halted it
@@ -303,20 +303,20 @@ def wait_interruptibly(wait: Callable[[], T], signals: SignalQueue) -> T:
     Raises:
         Interrupted: a signal asks for the end.
     """
-    found: list[T | Exception] = []
+    results: list[T | Exception] = []
 
     def work() -> None:
         try:
-            found.append(wait())
+            results.append(wait())
         except Exception as error:
-            found.append(error)
+            results.append(error)
 
     threading.Thread(target=work, daemon=True).start()
-    while not found:
+    while not results:
         for signum in signals(POLL_SECONDS):
             if signum in ENDING_SIGNALS:
                 raise Interrupted(signum)
-    result = found[0]
+    result = results[0]
     if isinstance(result, Exception):
         raise result
     return result

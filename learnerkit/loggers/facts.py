@@ -17,15 +17,15 @@ from torch.utils.data import Dataset
 
 from learnerkit.data.batches import loader_len
 
-_BYTES = 2**24  # of a tensor or an array
-_ITEMS = 1000  # of a list
-_PARTS = 20_000  # of a dataset: items and tensors together
-_DEPTH = 12  # of lists and datasets inside each other
-_SECONDS = 5.0  # for git
+_BYTES = 2**24  # the most bytes of a tensor or an array
+_ITEMS = 1000  # the most items of a list
+_PARTS = 20_000  # the most items and tensors of a dataset
+_DEPTH = 12  # the most lists and datasets inside each other
+_SECONDS = 5.0  # the time that git may take
 
 
 def code() -> dict[str, Any]:
-    """The command line, and the git commit of the script's folder, or in a notebook of the current one.
+    """Return the command line, and the git commit of the script's folder, or in a notebook of the current one.
 
     Returns:
         'command'; 'commit', and 'changed': whether files that git tracks differ from it. Without git, or in a folder
@@ -48,12 +48,12 @@ def code() -> dict[str, Any]:
 
 
 def fingerprint(data: Any) -> str:
-    """A text that changes with a dataset: its type, its length, and a SHA-256 of what it holds in memory.
+    """Return a text that changes with a dataset: its type, its length, and a SHA-256 of its content in memory.
 
     The digest covers the tensors, arrays, lists and dicts that the dataset and the datasets inside it have as
     attributes: names, types and shapes, and of values at most 16 MiB of a tensor and 1,000 items of a list, at equal
     distances, and the first 20,000 items of all. A file named in a list counts by the last two parts of its path and
-    its size. What is in files, and what code makes of a sample, is not covered. It is the same in every process that
+    its size. The content of files, and code that changes samples, are not covered. It is the same in every process that
     has the same data.
 
     Args:
@@ -99,7 +99,7 @@ def _parts(value: Any, depth: int = 0) -> Iterator[bytes]:
 
 
 def _some_bytes(value: Tensor | np.ndarray) -> bytes:
-    """The bytes of rows at equal distances. A host-device sync, for tensors elsewhere."""
+    """Return the bytes of rows at equal distances. A host-device sync, for tensors elsewhere."""
     rows: Any = value[:: value.nbytes // _BYTES + 1] if value.ndim else value
     flat = rows.reshape(-1)
     flat = flat[:: flat.nbytes // _BYTES + 1]

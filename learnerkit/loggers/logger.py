@@ -49,12 +49,12 @@ class Record(NamedTuple):
 
 
 class _Note(NamedTuple):
-    """A record to be, whose loss and logged values may not be on the host yet.
+    """A record that waits to be written, as its loss and logged values may not be on the host yet.
 
     Attributes:
         record: what is known of it.
         losses: how many losses of the fit there are up to it; 0 for a row of the table.
-        logged: for each name from which to which of the epoch's logged values their mean is taken.
+        logged: for each name, the range of the epoch's logged values whose mean is taken.
     """
 
     record: Record
@@ -90,15 +90,15 @@ class Logger(Callback):
             arguments.check_count("every", every, "a number of training batches")
         self.every, self.config = every, _as_dict(config)
         self._pending: list[_Note] = []
-        self._rows = self._noted = 0  # rows and batches of this fit of which there are notes
+        self._rows = self._noted = 0  # the rows and batches of this fit that are noted
         self._next = 0.0  # the time of the next write
         self._forget()
 
     def _forget(self) -> None:
-        self._id: str | None = None  # of the run; `None` before it begins
+        self._id: str | None = None  # the id of the run; `None` before it begins
         self._before = 0  # training batches of the run's earlier fits
         self._newest = self._written = 0  # the last step, and the number of records
-        self._there = -1, -1  # a tracker that cannot drop records has those up to this step, and rows up to this one
+        self._there = -1, -1  # the last step, and the last row, that cannot be dropped
         self._goes_back = False  # there may be records after `_newest`, of a process that was killed
         self._seen: dict[str, int] = {}  # how many of the epoch's logged values there are notes of
 
@@ -133,7 +133,7 @@ class Logger(Callback):
         self._next = 0.0
         learn = self.learn
         if learn.train_iter == 0 or learn.epoch > learn.start_epoch:
-            self._use()  # else the first batch does: before it a checkpoint says which run goes on
+            self._use()  # Otherwise the first batch does, since a checkpoint may be loaded before it.
 
     def before_train(self) -> None:
         self._seen = {}
@@ -190,7 +190,7 @@ class Logger(Callback):
             self._pending.append(_Note(Record(self._before + recorder.iters[-1], row, is_row=True)))
 
     def _note_step(self, step: int) -> None:
-        """Note the rates of the last step, and how far the losses and logged values go. Never waits for the device."""
+        """Note the rates of the last step, and the numbers of losses and logged values. Never waits for the device."""
         recorder, seen = self.learn.recorder, self._seen
         rates = {"lr": recorder.lrs[-1]} | {name: values[-1] for name, values in recorder.hps.items() if values}
         now = {name: len(values) for name, values in recorder.logged.items()}
@@ -274,8 +274,8 @@ class Tracker(Logger):
     """A logger that shows numbers in a viewer or at a service, and takes figures and files too.
 
     Args:
-        package: what it needs.
-        extra: by which that is installed.
+        package: the package that it needs.
+        extra: the extra of learnerkit that installs the package.
         every, config: as in `Logger`.
         plots: give the recorder's plots to the tracker at the end of each fit.
         log_model: the name for `learn.export` of the model that the tracker gets at the end of each fit; its suffix is
@@ -301,7 +301,7 @@ class Tracker(Logger):
         self.log_model = log_model and plain_name(log_model, "the tracker's run")
         self.log_files = [log_files] if isinstance(log_files, str | Path) else list(log_files)
         self._has_ended = False
-        if getattr(find_spec(package), "origin", None) is None:  # a folder of that name is none, such as W&B makes
+        if getattr(find_spec(package), "origin", None) is None:  # A folder, such as W&B makes, is no package.
             raise ImportError(f"{self!r} needs {package}: pip install 'learnerkit[{extra}]'")
         if plots:
             pyplot(f"{self!r}(plots=True)")
@@ -365,7 +365,7 @@ class Tracker(Logger):
         """Give a figure of matplotlib to the tracker, as one of the last step. Other ranks than 0 do nothing.
 
         Args:
-            name: under which it is shown.
+            name: the name under which it is shown.
             figure: it stays open.
 
         Raises:
@@ -396,7 +396,7 @@ class Tracker(Logger):
 
 
 def _matching(patterns: list[str | Path]) -> dict[str, Path]:
-    """The files that paths and patterns name, by their paths below the current directory, or else by their names."""
+    """Return the files that paths and patterns name, by their paths below the current directory, or by their names."""
     found: dict[str, Path] = {}
     here = Path.cwd()
     for pattern in patterns:
@@ -409,7 +409,7 @@ def _matching(patterns: list[str | Path]) -> dict[str, Path]:
 
 
 _FORMATS = (".safetensors", ".pt2", ".onnx")
-"""Of `learn.export`."""
+"""The suffixes of `learn.export`."""
 
 
 def _mean(values: list[float]) -> float:
@@ -441,7 +441,7 @@ def _hyper_parameters(learn: "Learner") -> dict[str, Any]:
 
 
 def flat(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """Nested values with names such as 'groups.0.lr'."""
+    """Flatten nested values, with names such as 'groups.0.lr'."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, list | tuple) and any(isinstance(item, Mapping) for item in value):

@@ -77,7 +77,7 @@ def _check_regular(path: Path) -> None:
 
 
 def _replace(path: Path, rows: list[list[str]]) -> None:
-    """Write a file anew, so that a killed process leaves either the new one or the old one."""
+    """Rewrite a file, so that a killed process leaves either the new one or the old one."""
     temporary = temporary_name(path)
     with temporary.open("x", encoding="utf-8", newline="") as file:
         csv.writer(file, lineterminator="\n").writerows(rows)
@@ -136,7 +136,7 @@ class JSONLogger(Logger):
 
 
 def _plain(x: Any) -> Any:
-    """Values as JSON has them."""
+    """Convert values to those of JSON."""
     if isinstance(x, Mapping):
         return {str(name): _plain(value) for name, value in x.items()}
     if isinstance(x, list | tuple):
@@ -151,7 +151,7 @@ def _checked(fname: Any) -> str | Path:
 
 
 def _begin(logger: Any) -> Path:
-    """The path of a logger's file, in a folder that is there."""
+    """Return the path of a logger's file, and make its folder."""
     fname, learn = logger.fname, logger.learn
     path: Path = learn.path / fname if isinstance(fname, str) else fname
     path.parent.mkdir(parents=True, exist_ok=True)

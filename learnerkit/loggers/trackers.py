@@ -98,7 +98,7 @@ def _wait_for_a_later_name(folder: str) -> None:
     """
     parts = [path.name.split(".") for path in Path(folder).glob("events.out.tfevents.*")]
     seconds = [int(second) for _, _, _, second, *rest in parts if second.isdigit() and str(os.getpid()) not in rest]
-    while seconds and 0 <= max(seconds) - int(time.time()) < 2:  # none of a clock that was set back
+    while seconds and 0 <= max(seconds) - int(time.time()) < 2:  # A clock may have been set back.
         time.sleep(0.02)
 
 
@@ -135,7 +135,7 @@ class _Service(Tracker):
         run.finish()
 
     def _there_of(self, run: Any) -> tuple[int, int]:
-        """The last step, and the last row, that a run has which goes on."""
+        """Return the last step and the last row of a run that goes on."""
         return -1, -1
 
     def _open(self) -> Any:
@@ -236,7 +236,7 @@ class WandbCallback(_Service):
 
         artifact = wandb.Artifact(f"{kind}-{self._id}", kind)
         for name, path in files.items():
-            artifact.add_file(str(path), name)  # which copies it
+            artifact.add_file(str(path), name)  # This copies the file.
         self._handle.log_artifact(artifact)
 
 
@@ -304,7 +304,7 @@ class CometCallback(_Service):
 
     def _write_files(self, kind: str, files: dict[str, Path]) -> None:
         for name, path in files.items():
-            with path.open("rb") as file:  # of an open file Comet makes a copy, and uploads that later
+            with path.open("rb") as file:  # Comet copies an open file, and uploads the copy later.
                 if kind == "model":
                     self._handle.log_model(kind, file, file_name=name)
                 else:
@@ -507,7 +507,7 @@ class TrackioCallback(_Service):
         artifact = trackio.Artifact(f"{kind}-{self._id}", type=kind)
         for name, path in files.items():
             artifact.add_file(path, name)
-        self._handle.log_artifact(artifact)  # which copies the files
+        self._handle.log_artifact(artifact)  # This copies the files.
 
     def state_dict(self) -> dict[str, Any]:
         """The run, and the last step."""
@@ -524,9 +524,9 @@ def _last_step(client: Any, run: Any, name: str) -> int:
 
 
 _METRICS, _PARAMS, _LONGEST = 1000, 100, 6000
-"""MLflow takes so many metrics and parameters at a time, and so many characters of a parameter."""
+"""The most metrics and parameters that MLflow takes at a time, and the most characters of a parameter."""
 
 
 def _allowed(name: str) -> str:
-    """A name as MLflow allows it."""
+    """Replace the characters of a name that MLflow does not allow."""
     return re.sub(r"[^\w\-. /]", "_", name).strip("/. ") or "_"

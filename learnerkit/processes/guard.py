@@ -15,7 +15,7 @@ def main() -> None:
     for signum in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):  # a job manager may send them to all processes
         signal.signal(signum, signal.SIG_IGN)
     groups = set(sys.argv[1:])
-    for line in sys.stdin:  # a group that has ended, whose number may be that of other processes soon
+    for line in sys.stdin:  # This group has ended, and its number may be used again.
         groups.discard(line.strip())
     for group in groups:  # the pipe is closed: the launcher has ended
         try:

@@ -31,7 +31,7 @@ class Heartbeat:
         self.path, self._file = path, file
         with open(path, "r+b") as shared:
             self._shared = mmap.mmap(shared.fileno(), self.SIZE)
-        # Without a function of its own, since it is called at every event of a batch. It cuts a long text.
+        # It is no method, since it is called at every event of a batch. It cuts a long text.
         self.beat = partial(self._BEAT.pack_into, self._shared, 16)
 
     @classmethod

@@ -25,7 +25,7 @@ LEAVE_SECONDS = 3.0  # after an error: how long threads and exit hooks may take 
 END_SECONDS = 1.0  # how long ranks that wait for this one may take to hear that it ends
 PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-CALLS = ("_wrapped_call_impl", "_call_impl")  # of nn.Module
+CALLS = ("_wrapped_call_impl", "_call_impl")  # the methods of nn.Module that call `forward`
 
 _libc = ctypes.CDLL(None if sys.platform != "win32" else "msvcrt")
 
@@ -91,7 +91,7 @@ class StoreHost:
     def announce_end(self) -> None:
         """Let ranks that wait for this one, in learnerkit.distributed, know that it ends, and the store with it.
 
-        Of a store that is gone torch would print many lines on each of them.
+        If the store were just gone, torch would print many lines on each of them.
         """
         if self.store is None:
             return
@@ -157,7 +157,9 @@ def exit_code(error: BaseException) -> int:
         return 128 + signal.SIGINT
     if not isinstance(error, SystemExit):
         return 1
-    return 0 if error.code is None else error.code & 0xFF if isinstance(error.code, int) else 1
+    if error.code is None:
+        return 0
+    return error.code & 0xFF if isinstance(error.code, int) else 1
 
 
 def write_report(report_fd: int, code: int, error: BaseException) -> None:
@@ -200,7 +202,7 @@ def format_error(error: BaseException) -> dict[str, str]:
 
 
 def two_ends(text: str, limit: int) -> str:
-    """Return a text, and of one that is longer than `limit` characters the beginning and the end."""
+    """Return a text; if it has more than `limit` characters, its beginning and its end."""
     half = limit // 2
     return text if len(text) <= limit else f"{text[:half]} ... ({len(text)} characters) ... {text[-half:]}"
 
@@ -268,20 +270,20 @@ def flush_files() -> None:
         if issubclass(type(file), base):
             try:
                 file.flush()
-            except Exception:  # closed, or nobody reads it any more
+            except Exception:  # It is closed, or not read any more.
                 pass
     _libc.fflush(None)
 
 
 def shorten(error: BaseException) -> None:
-    """Take this package's frames out of the tracebacks of an error and its causes, but for the innermost of each.
+    """Take this package's frames out of the tracebacks of an error and its causes, except the innermost of each.
 
     The innermost frame stays because the error may be the package's own. The frames in which torch only calls a
     module's `forward` go, too.
     """
     chain: list[BaseException | None] = [error]
     seen = set[int]()
-    for each in chain:  # which grows
+    for each in chain:  # The loop appends to the list.
         if each is None or id(each) in seen:
             continue
         seen.add(id(each))
@@ -305,7 +307,7 @@ def wants_short() -> bool:
 def user_traceback(error: BaseException) -> str:
     """Return the traceback of an error and its causes as the user wants it: short, or whole.
 
-    Of a long text there are the two ends.
+    A long text is cut in its middle.
     """
     from traceback import TracebackException  # costs some milliseconds, and most scripts do not fail
 

@@ -119,7 +119,7 @@ def _is_echo(answer: bytes | None) -> bool:
 
 
 def open_sockets() -> Iterator[tuple[tuple[Any, Any], socket.socket]]:
-    """The connected TCP sockets of this process: ((own address, other address), a duplicate, open until the next)."""
+    """Yield ((own address, other address), duplicate) for this process's TCP connections; it is open until the next."""
     folder = "/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd"
     for name in os.listdir(folder):
         try:
@@ -128,7 +128,7 @@ def open_sockets() -> Iterator[tuple[tuple[Any, Any], socket.socket]]:
             with socket.socket(fileno=os.dup(int(name))) as line:
                 if line.family in (socket.AF_INET, socket.AF_INET6) and line.type == socket.SOCK_STREAM:
                     yield (line.getsockname()[:2], line.getpeername()[:2]), line
-        except OSError:  # closed by now, as the listing's own is, or not connected
+        except OSError:  # It is closed by now, as the listing's own one, or not connected.
             continue
 
 
