@@ -1,4 +1,4 @@
-"""Explanations of errors inside the model, the loss, a loader or a metric: a note with what to do and what there was.
+"""Explanations of errors inside the model, the loss, a loader or a metric: a note with advice and with the inputs.
 
 They are made from the traceback of an error that has been raised and from the learner's batch: types and shapes, and
 the values of tensors on the CPU. A device is not touched, as it may be out of order, and nothing is run again.
@@ -112,7 +112,7 @@ def _speaks_for_itself(error: Exception) -> bool:
 
 
 def _innermost(frames: list[FrameType], model: nn.Module) -> tuple[str, Any, tuple]:
-    """The innermost module of a model that was running: its name, itself, and what it was called with."""
+    """Return the innermost module of a model that was running: its name, the module, and its inputs."""
     names, found = {id(module): name for name, module in model.named_modules()}, None
     for frame in reversed(frames):
         own = frame.f_locals

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from learnerkit.learner import Learner
 
 NOT_ALONE = "choose another batch size, or leave the last batch out: DataLoaders.from_datasets(..., drop_last=True)"
-_FASTAIS = ("set_hyper", "set_hypers", "hypers", "set_freeze")  # methods that only its optimizers have
+_FASTAIS = ("set_hyper", "set_hypers", "hypers", "set_freeze")  # methods that only fastai's optimizers have
 _BY_CLASS = ("cross_entropy", "nll_loss")  # losses whose targets are the numbers of classes
-_ALONE = "Expected more than 1 value per channel"  # so torch's message begins
+_ALONE = "Expected more than 1 value per channel"  # the beginning of torch's message
 _REST = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 _OF_A_TYPE = "dtype|Input type|scalar type|Double|Byte"  # in errors about types
 _OF_A_LIST = r"not (list|tuple)|'(list|tuple)' object"
@@ -32,7 +32,7 @@ _NO_SAMPLE = r"found <class '([\w.]+)'>|(NoneType)"  # in errors of torch's defa
 
 
 def of_run(learn: "Learner", error: Exception, text: str) -> str:
-    """An error that says by itself where it came from."""
+    """Advise about an error whose text alone says where it came from."""
     if isinstance(error, ValueError) and text.startswith(_ALONE):
         if learn.batch_size != 1:
             return ""
@@ -74,7 +74,7 @@ def of_run(learn: "Learner", error: Exception, text: str) -> str:
 
 
 def of_device(text: str) -> str:
-    """The device is out of order from now on."""
+    """Advise about an index that is out of range on a GPU, which cannot be used any more."""
     if "side assert" not in text:
         return ""
     return (
@@ -84,7 +84,7 @@ def of_device(text: str) -> str:
 
 
 def of_call(learn: "Learner", text: str) -> str:
-    """The entries of a batch are not what `forward` takes."""
+    """Advise about a batch whose entries are not what `forward` takes."""
     model = unwrap(learn.model)
     if f"{type(model).forward.__qualname__}()" not in text or "argument" not in text:
         return ""
@@ -117,7 +117,7 @@ def of_call(learn: "Learner", text: str) -> str:
 
 
 def of_layer(layer: nn.Module, given: tuple, text: str) -> str:
-    """A module that has failed, by what it got."""
+    """Advise about a module that has failed, by its inputs."""
     x = next(tensors_in(given), None)
     if "NoneType" in text and any(part is None for part in given):
         return "a layer got None: has the forward of the layer before it a `return`?"
@@ -186,7 +186,7 @@ def _of_type(x: Tensor, weight: Tensor) -> str:
 
 
 def of_loss(learn: "Learner", frames: list[FrameType], text: str) -> str:
-    """A loss that has failed, by what it got."""
+    """Advise about a loss that has failed, by its inputs."""
     pred, yb = learn.pred, learn.yb
     if learn.output is None and learn.pred is None:
         return "the model returned None: has its forward a `return`?"
@@ -200,7 +200,7 @@ def of_loss(learn: "Learner", frames: list[FrameType], text: str) -> str:
 
 
 def of_comparison(frames: list[FrameType], text: str) -> str:
-    """A loss of torch's, wherever it is called, by what it got there."""
+    """Advise about a loss of torch, wherever it is called, by its inputs."""
     both = (f for f in reversed(frames) if all(isinstance(f.f_locals.get(k), Tensor) for k in ("input", "target")))
     frame = next(both, None)
     if frame is None:
@@ -221,7 +221,7 @@ def of_comparison(frames: list[FrameType], text: str) -> str:
 
 
 def _of_classes(scores: Tensor, target: Tensor, text: str) -> str:
-    """The loss compares scores of classes with the numbers of classes."""
+    """Advise about a loss that compares scores of classes with class numbers."""
     shape = tuple(target.shape)
     if target.ndim == scores.ndim and shape[1:2] == (1,):
         return f"the targets are {shape}, and this loss takes {shape[:1]}: y.squeeze(1), or a number for each sample"
@@ -246,7 +246,7 @@ def _name(t: Tensor) -> str:
 
 
 def _range(t: Tensor) -> tuple[int, int] | None:
-    """The least and the greatest value, of a tensor on the CPU; those of another are not looked at."""
+    """Return the least and the greatest value of a tensor on the CPU; `None` for one on another device."""
     return tuple(int(end) for end in t.aminmax()) if t.is_cpu and t.numel() else None  # type: ignore[return-value]
 
 
@@ -255,7 +255,7 @@ def _is_text(part: Any) -> bool:
 
 
 def samples_of(frames: list[FrameType]) -> dict[Any, Any]:
-    """The samples that a loader was about to join, by their numbers in the dataset."""
+    """Return the samples that a loader was about to collate, by their numbers in the dataset."""
     for frame in reversed(frames):
         own = frame.f_locals
         if isinstance(own.get("data"), list) and "possibly_batched_index" in own:  # where torch fetches them
@@ -292,7 +292,7 @@ def _has(part: Any, name: str) -> bool:
 
 
 def of_metric(frames: list[FrameType]) -> str:
-    """A metric that has failed."""
+    """Advise about a metric that has failed."""
     if any(frame.f_globals.get("__name__", "").startswith("sklearn.") for frame in frames):
         return (
             "metrics of scikit-learn take targets first, decoded predictions and all samples at once: "
@@ -302,7 +302,7 @@ def of_metric(frames: list[FrameType]) -> str:
 
 
 def of_predict(learn: "Learner", frames: list[FrameType]) -> str:
-    """`predict` got something else than one input as the dataset yields it."""
+    """Advise about a `predict` that got something else than one input as the dataset yields it."""
     calls = (f.f_locals["items"] for f in frames if f.f_code.co_name.startswith("_predict"))
     items: list = next(calls, [])
     dataset: Any = learn.dls.train_ds

@@ -9,7 +9,7 @@ from typing import Any
 from learnerkit.text import killed_by
 from learnerkit.torch_internals import workers_of
 
-_LOST = "DataLoader worker"  # so torch's message begins
+_LOST = "DataLoader worker"  # the beginning of torch's message
 _KILLED = re.compile(r"is killed by signal: ([^.]+)\.")
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from learnerkit.learner import Learner
 
 KEY = "learnerkit.export"
-"""Under which name a file has the record."""
+"""The name under which a file has the record."""
 
 VERSION = 1
 
@@ -44,9 +44,8 @@ class Facts:
 
     Args:
         model: the name of the model's class, for messages alone.
-        decoding: how predictions are decoded, by its name in `losses.DECODINGS`, or `None`: by nothing that a file can
-            say.
-        probabilities: what makes probabilities of predictions, by its name in `losses.ACTIVATIONS`, or `None`.
+        decoding: the name in `losses.DECODINGS` of the rule that decodes predictions; `None`: a file cannot say it.
+        probabilities: the name in `losses.ACTIVATIONS` of the rule that makes probabilities of them, or `None`.
         own_loss: the model makes its own loss.
         inputs: the names of the inputs, where batches are mappings.
         classes, n_inp, target_keys, ignore_keys, preprocessing: as in `DataLoaders`.
@@ -66,7 +65,7 @@ class Facts:
     version: int = VERSION
 
     def as_json(self) -> str:
-        """The record as text.
+        """Return the record as text.
 
         Raises:
             TypeError: `preprocessing` has something in it that JSON does not know.
@@ -86,7 +85,7 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 def facts_of(learn: "Learner", inputs: Iterable[str] | None = None) -> Facts:
-    """The record of a learner; `inputs`: the names of a mapping batch's."""
+    """Make the record of a learner; `inputs`: the names of the inputs, where batches are mappings."""
     dls, loss_func = learn.dls, learn.loss_func
     classes = None if dls.classes is None else [_plain(name) for name in dls.classes]
     decodes, activates = _rules(loss_func, classes)
@@ -98,12 +97,12 @@ def facts_of(learn: "Learner", inputs: Iterable[str] | None = None) -> Facts:
 
 
 def _rules(loss_func: Any, classes: Any) -> tuple[str | None, str | None]:
-    "The names of what decodes predictions, and of what makes probabilities of them."
+    "Return the names of the rules that decode predictions and that make probabilities of them."
     if isinstance(loss_func, NotExported):
         return loss_func.decoding, loss_func.probabilities
-    if loss_func is None:  # as `Learner.predict` has it
+    if loss_func is None:  # the rules of `Learner.predict`
         return ("argmax", "softmax") if classes is not None else (None, None)
-    return rules(loss_func)  # without code, which no file here has
+    return rules(loss_func)  # No file has code.
 
 
 def _plain(name: Any) -> Any:
@@ -111,7 +110,7 @@ def _plain(name: Any) -> Any:
 
 
 def read_facts(text: str | None, file: Any) -> Facts:
-    """The record from its text; names in it are compared and shown, and never looked up.
+    """Read the record from its text; names in it are compared and shown, and never looked up.
 
     Raises:
         CheckpointError: there is none, or it is damaged, or of a later version.
@@ -121,15 +120,15 @@ def read_facts(text: str | None, file: Any) -> Facts:
             f"{file} has no record of learn.export. Weights alone are read by learn.load, into a learner with its model"
         )
     try:
-        found = json.loads(text)
-        if found["version"] > VERSION:
+        values = json.loads(text)
+        if values["version"] > VERSION:
             raise CheckpointError(
-                f"{file} was exported by a later learnerkit, in version {found['version']} of the format; this one "
+                f"{file} was exported by a later learnerkit, in version {values['version']} of the format; this one "
                 f"reads up to {VERSION}: update it"
             )
         for name in ("ignore_keys", "probabilities"):
-            found.setdefault(name, None)  # which older files have not
-        facts = Facts(**{each.name: found[each.name] for each in fields(Facts)})
+            values.setdefault(name, None)  # Older files lack these.
+        facts = Facts(**{each.name: values[each.name] for each in fields(Facts)})
         wrong = [name for name, kinds in _TYPES.items() if not isinstance(vars(facts)[name], kinds)]
         names = [*(facts.target_keys or ()), *(facts.ignore_keys or ()), *(facts.inputs or ())]
         known = facts.decoding in (None, *DECODINGS) and facts.probabilities in (None, *ACTIVATIONS)

@@ -86,7 +86,7 @@ def push_to_hub(
 
 
 def model_card(learn: "Learner", repo_id: str, file: str) -> str:
-    """The model card of an exported file in Markdown: classes, metrics of the last fit, versions, how to load it."""
+    """Write the model card of an exported file in Markdown: classes, metrics of the last fit, versions, loading."""
     recorder: Any = getattr(learn, "recorder", None)
     rows = {} if learn.dls.classes is None else {"classes": first_few(learn.dls.classes, n=100)}
     if recorder is not None:
@@ -110,7 +110,7 @@ def download(repo_id: str, fname: str, revision: str | None, token: str | None) 
     _require_hub()
     from huggingface_hub import hf_hub_download
 
-    name = exported_path(fname, Path()).as_posix()  # what is no export is refused before it is downloaded
+    name = exported_path(fname, Path()).as_posix()  # Other files are refused before the download.
 
     def get() -> str:
         return hf_hub_download(repo_id, name, revision=revision, token=token)

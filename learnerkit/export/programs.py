@@ -40,8 +40,8 @@ class Predictor(nn.Module):
 
     Args:
         learn: the learner, whose `model` is the plain one.
-        names: of the inputs, as the program will have them. torch needs to find them in the signature of `forward`: it
-            has had several ways to take `**kwargs`.
+        names: the names of the inputs in the program. torch needs to find them in the signature of `forward`: it has
+            had several ways to take `**kwargs`.
     """
 
     def __init__(self, learn: "Learner", names: Sequence[str]) -> None:
@@ -56,9 +56,9 @@ class Predictor(nn.Module):
             finally:
                 learn.batch, learn.xb, learn.pred, learn.output = None, (), None, None
 
-        found: Any = forward
-        found.__signature__ = Signature([Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in names])
-        self.forward = found
+        named: Any = forward
+        named.__signature__ = Signature([Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in names])
+        self.forward = named
 
 
 def traced(predictor: Predictor, args: tuple, kwargs: dict[str, Any], size: int, safe_name: str) -> "ExportedProgram":
@@ -125,12 +125,12 @@ def _are_close(found: Tensor, expected: Tensor) -> bool:
 
 
 def write(program: "ExportedProgram", facts: Facts, file: Path, check: Callable[[nn.Module], None]) -> None:
-    """Write a program with its record, as a whole, once what can be read back has passed a check.
+    """Write a program with its record, as a whole, if the program that is read back passes a check.
 
     Args:
         program: the program; it loses its example inputs, which are the user's data, and the lines of the user's code.
         facts: the record.
-        file: where to.
+        file: the path.
         check: gets the program as it is read back, on the host.
     """
     from torch.export import save
@@ -189,7 +189,7 @@ def read(file: Path, device: torch.device) -> tuple[Program, str | None]:
     from torch.export.passes import move_to_device_pass
 
     try:
-        content = BytesIO(file.read_bytes())  # what is checked is what is read, whatever happens to the file
+        content = BytesIO(file.read_bytes())  # The content that is checked is read, whatever happens to the file.
         with warnings.catch_warnings(action="ignore"):
             refuse_code(content)
             content.seek(0)
@@ -272,7 +272,7 @@ def _check(part: Any, key: str) -> None:
     if isinstance(part, Mapping):
         for name, value in part.items():
             if name == "metadata" and all(isinstance(text, str) for text in value.values()):
-                continue  # about the code that it was made of
+                continue  # Metadata is about the code of the model.
             if not _NAME.fullmatch(name):
                 raise _refused("the name", name)
             _check(value, name)

@@ -58,7 +58,7 @@ def load(
     make: type["Learner"], fname: Any, model: Any, dls: DataLoaders | None, data: Any, loss_func: Any,
     device: Any, path: str | Path, model_dir: str | Path,
 ) -> "Learner":  # fmt: skip
-    """Make the learner for `load_learner`, which see, by the class `make`."""
+    """Make the learner for `load_learner` (see there), of the class `make`."""
     file = exported_path(fname, Path(path) / model_dir)
     if dls is not None and data is not None:
         raise ValueError("got dls= and data=; the loaders of data= have no batches, and take raw inputs")
@@ -110,7 +110,7 @@ def load(
 
 
 def _prepared(data: Any, preprocessing: Any, file: Path, device: Any) -> DataLoaders:
-    "Loaders without batches that turn raw inputs into those of the model."
+    "Return loaders without batches that turn raw inputs into those of the model."
     if preprocessing is None:
         raise ValueError(f"{file} has nothing of data={data!r}: it was exported by a learner of other data")
     try:
@@ -127,7 +127,7 @@ def _record(file: Path) -> str | None:
 
 
 def _made(model: Any, file: Path, name: str, dls: DataLoaders) -> Any:
-    "The user's model, or a learner with it, for weights that a model of this name had."
+    "Return the user's model, or a learner with it, for the weights of a model of this name."
     if isinstance(model, nn.Module):
         return model
     if model is None:

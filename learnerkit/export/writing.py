@@ -31,11 +31,11 @@ _PICKLES = (".pkl", ".pickle", ".pth", ".pt", ".bin", ".joblib")
 
 
 def exported_path(fname: Any, folder: Path) -> Path:
-    """The path of an exported file.
+    """Return the path of an exported file.
 
     Args:
         fname: a plain name in `folder`, which without a known suffix gets that of weights; or a path, as it is.
-        folder: for names.
+        folder: the folder for plain names.
 
     Raises:
         TypeError, ValueError: no name, or the suffix of another format.
@@ -58,14 +58,14 @@ def exported_path(fname: Any, folder: Path) -> Path:
 
 
 def export(learn: "Learner", fname: Any) -> Path:
-    """Write the file for `Learner.export`, which see."""
+    """Write the file for `Learner.export` (see there)."""
     path = exported_path(fname, learn.path / learn.model_dir)
     if path.suffix == ONNX:
         require_onnx()
     if path.suffix != files.SAFETENSORS:
         arguments.check_whole(learn, f"learn.export to '{path.suffix}'")
     if learn.shards is not None:
-        distributed.meet("learn.export")  # rank 0 alone has some rows only
+        distributed.meet("learn.export")  # Rank 0 alone has only some rows.
     elif not distributed.is_main():
         return path
     if not distributed.is_main():
@@ -112,7 +112,7 @@ def _write_traced(learn: "Learner", path: Path) -> None:
     names = list(kwargs) or input_names(learn, len(args))
     with predicting(learn, names) as predictor:
         program = programs.traced(predictor, args, kwargs, size, safe_name)
-        # Of all samples, and of one: what holds for the example's number of samples alone is found out here.
+        # Checks on all samples, and on one, find programs that hold for the example's number of samples alone.
         batches = [(args, kwargs), map_batch(lambda t: t[:1] if t.ndim and len(t) == size else t, (args, kwargs))]
         expected = [predictor(*some, **named) for some, named in batches]
         cases = list(zip(map_batch(lambda t: t.cpu(), batches), expected, strict=True))
@@ -137,16 +137,16 @@ def _write_traced(learn: "Learner", path: Path) -> None:
 
 
 def input_names(learn: "Learner", n: int) -> list[str]:
-    """The names of `n` inputs that a model takes by position: those of the loaders, or of its `forward`'s arguments."""
-    found = list(learn.dls.inputs)
-    if len(found) != n:
+    """Return the names of `n` inputs that a model takes by position, from the loaders or from its `forward`."""
+    names = list(learn.dls.inputs)
+    if len(names) != n:
         arguments = signature(unwrap(learn.model).forward).parameters.values()
-        found = [each.name for each in arguments if each.kind is Parameter.POSITIONAL_OR_KEYWORD][:n]
-    return found if len(found) == n else [f"x{i}" for i in range(n)]
+        names = [each.name for each in arguments if each.kind is Parameter.POSITIONAL_OR_KEYWORD][:n]
+    return names if len(names) == n else [f"x{i}" for i in range(n)]
 
 
 def _axes(known: Mapping[str, Sequence[str]], inputs: Mapping[str, Any], size: int) -> dict[str, Any]:
-    "Names for the axes of the inputs whose length is free, by their numbers."
+    "Name the axes of the inputs whose length is free, by their numbers."
 
     def axes(name: str, t: Tensor) -> dict[int, str]:
         names = [*known.get(name, ()), *(f"{name}_{i}" for i in range(1, t.ndim))][: t.ndim - 1]
@@ -156,9 +156,9 @@ def _axes(known: Mapping[str, Sequence[str]], inputs: Mapping[str, Any], size: i
 
 
 def example(learn: "Learner") -> tuple[tuple, dict[str, Any], int]:
-    """The inputs of the first batch of validation, or of training, on the device, as arguments; and their number.
+    """Return the inputs of the first batch of validation, or of training, as arguments, and the number of samples.
 
-    A batch of one sample has it twice.
+    They are on the device. A single sample is doubled.
 
     Raises:
         ValueError: there is no batch, or it could not be read again.
@@ -181,7 +181,7 @@ def example(learn: "Learner") -> tuple[tuple, dict[str, Any], int]:
 
 @contextmanager
 def predicting(learn: "Learner", names: list[str]) -> Iterator[programs.Predictor]:
-    """The plain model in eval mode, to be traced; afterwards learner and model are as they were."""
+    """Yield the plain model in eval mode, to be traced; restore learner and model at the end."""
     batch, model = learn.batch, unwrap(learn.model)
     with trial(learn, model), torch.no_grad():
         try:

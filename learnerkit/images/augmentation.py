@@ -1,4 +1,4 @@
-"""Augmentation of whole batches of images, with random numbers of its own for each image, and of places in them."""
+"""Augmentation of whole batches of images, and of their masks, points and boxes; each image is drawn for itself."""
 
 import math
 from collections.abc import Sequence
@@ -71,9 +71,9 @@ class ImageAugmentation:
         return found, _moved(targets, grid, forth, found.shape[-2:])
 
     def _changed(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return images augmented; where their pixels are in the originals; and the affine maps (n, 2, 3) to there.
+        """Return augmented images, the places of their pixels in the originals, and the affine maps (n, 2, 3) to these.
 
-        Both count from -1 to 1, between the edges of an image.
+        Places and maps count from -1 to 1, between the edges of an image.
         """
         n, channels, height, width = images.shape
 
@@ -106,7 +106,7 @@ _IN_CACHE = 1 << 20  # numbers
 
 
 def _moved(targets: Any, grid: Tensor, forth: Tensor, size: Sequence[int]) -> Any:
-    "Masks, points or boxes as `ImageAugmentation` moves them."
+    "Move masks, points or boxes with the pixels of their images."
     from torchvision import tv_tensors
 
     if isinstance(targets, tv_tensors.Mask):
@@ -120,7 +120,7 @@ def _moved(targets: Any, grid: Tensor, forth: Tensor, size: Sequence[int]) -> An
 
 
 def _placed(points: Tensor, forth: Tensor, before: Sequence[int], after: Sequence[int]) -> Tensor:
-    "Points (n, k, 2) in pixels of images that had one size and have another."
+    "Move points (n, k, 2), in pixels, from images of the size `before` to augmented ones of the size `after`."
     old, new = (points.new_tensor(side[::-1]) for side in (before, after))
     places = (points * 2 / old - 1 - forth[:, None, :, 2].to(points)) @ forth[:, :, :2].to(points).inverse().mT
     return (places + 1) * new / 2

@@ -30,7 +30,7 @@ from learnerkit.utils import suggests_keywords
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".pgm", ".ppm", ".tif", ".tiff", ".webp")
 """The ends of the names that `from_folder` takes for pictures."""
 
-_MOST_WORKERS = 8  # of a loader, where nothing is said
+_MOST_WORKERS = 8  # the most workers of a loader by default
 
 
 class ImageData:
@@ -236,7 +236,7 @@ class ImageData:
         delim: str | None = None,
         **reading: Any,
     ) -> "ImageData":
-        "Make it of pictures and labels to train on and to validate on."
+        "Make an `ImageData` of pictures and labels to train on and to validate on."
         if targets == "classes":
             parts = [(items, [listed(label, delim) for label in labels]) for items, labels in parts]
         names = None if classes is None else list(classes)
@@ -324,7 +324,7 @@ class ImageData:
     # Files
 
     def to_json(self) -> str:
-        """The classes and how pictures are read as JSON, which `from_json` reads."""
+        """Return the classes, and how pictures are read, as JSON, which `from_json` reads."""
         return json.dumps({**asdict(self.reader), "classes": self.classes, "targets": self.targets})
 
     @classmethod
@@ -393,7 +393,7 @@ class ImageDataLoaders(DataLoaders):
 
 
 def _in_lists(samples: list[tuple[Any, ...]]) -> tuple:
-    "Make a batch of samples, each with targets of its own number."
+    "Make a batch of samples that differ in the number of targets."
     pictures, *targets = zip(*samples, strict=True)
     return torch.stack(pictures), *map(list, targets)
 
@@ -418,7 +418,7 @@ def _check_undivided(path: Path, train: str) -> None:
 
 
 def _pictures_in(folder: Path) -> list[str]:
-    "The paths of the pictures in a folder and those within it, sorted; not as objects, as there may be millions."
+    "Return the sorted paths of the pictures in a folder and those within it; as texts, as there may be millions."
     if not folder.is_dir():
         beside = sorted(p.name for p in folder.parent.iterdir() if p.is_dir()) if folder.parent.is_dir() else []
         raise FileNotFoundError(f"there is no folder {folder}; beside it there are: {first_few(beside) or 'none'}")
@@ -434,7 +434,7 @@ def _pictures_in(folder: Path) -> list[str]:
 
 
 def _readable(paths: list[str]) -> list[str]:
-    "Leave out what cannot be read, and say so on rank 0."
+    "Return the paths of the files that can be read, and print on rank 0 how many cannot."
     reader = ImageReader((1, 1))
 
     def fails(path: str) -> bool:

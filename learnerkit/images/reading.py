@@ -101,12 +101,12 @@ class ImageReader:
         return "RGB" if self.channels == 3 else "L"
 
     def _pixels(self, image: Any) -> Tensor:
-        "The pixels of a PIL picture, of shape (channels, H, W)."
+        "Return the pixels of a PIL picture, of shape (channels, H, W)."
         from PIL import Image, ImageOps
 
         if image.mode.startswith("I"):  # 16 bits; PIL would cut off what is above 255
             image = Image.fromarray((np.asarray(image) // 256).clip(0, 255).astype(np.uint8))
-        if image.mode == "P" and "transparency" in image.info:  # which PIL warns of otherwise
+        if image.mode == "P" and "transparency" in image.info:  # PIL warns otherwise.
             image = image.convert("RGBA")
         turned = image if image.getexif().get(_ORIENTATION, 1) == 1 else ImageOps.exif_transpose(image)
         if turned.mode != self._mode:
@@ -125,9 +125,9 @@ class Place(NamedTuple):
 
     Args:
         stored: (height, width) of the picture as it is stored, turned as its EXIF data say.
-        kept: of the part.
-        inner: of the part as it is resized.
-        size: of the new picture.
+        kept: (height, width) of the part.
+        inner: (height, width) of the part after it is resized.
+        size: (height, width) of the new picture.
     """
 
     stored: tuple[int, int]
@@ -171,7 +171,7 @@ def _resized(pixels: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 def _as_bytes(picture: Tensor | np.ndarray) -> np.ndarray:
-    "Uint8 pixels of shape (H, W) or (H, W, C)."
+    "Convert a picture to uint8 pixels of shape (H, W) or (H, W, C)."
     if isinstance(picture, Tensor):
         picture = (picture.movedim(0, -1) if picture.ndim == 3 else picture).cpu().numpy()
     if picture.dtype.kind == "f":

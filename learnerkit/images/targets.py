@@ -41,7 +41,7 @@ class TargetReader:
         self._numbers = {name: number for number, name in enumerate(classes or ())}
 
     def encoded(self, y: Any) -> Any:
-        """Return a target as a tensor, or as a dict of them; a class, and a mask, as it is given.
+        """Convert a target to a tensor, or to a dict of tensors; return a class, or a mask, as it is given.
 
         Args:
             y: the target, as `ImageData` takes it.
@@ -162,7 +162,7 @@ def listed(names: Any, delim: str | None = None) -> Collection[Any]:
 
 
 def _pixels(mask: Any) -> Tensor:
-    "The numbers of a mask that is a file, a PIL picture, an array or a tensor."
+    "Return the numbers of a mask that is a file, a PIL picture, an array or a tensor."
     from PIL import Image
 
     if isinstance(mask, str | os.PathLike):
@@ -253,8 +253,8 @@ class ReadImages(Dataset):
     def scale(self) -> tuple[Tensor, Tensor]:
         """Return the mean and the standard deviation with which predictions of numbers and points begin.
 
-        Of points they are the middle of the picture and half its size. Of numbers they are those of the targets where
-        these are known without reading pictures, in a list, and else 0 and 1.
+        For points these are the middle of the picture and half its size. For numbers they are those of the targets, if
+        these are in a list, so that no picture is read; otherwise they are 0 and 1.
         """
         first = self.targets.encoded(self.samples[0][1])
         if self.targets.kind == "points":

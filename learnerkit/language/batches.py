@@ -1,4 +1,4 @@
-"""Datasets of token ids, and how their samples are put together."""
+"""Datasets of token ids, and the batches of their samples."""
 
 import torch
 from torch import Tensor
@@ -71,7 +71,7 @@ class Padded:
         self.pad, self.masked = pad, masked
 
     def __call__(self, samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Return `input_ids` (n, t) of int64, and `labels` (n,) or (n, t), which of padding are -100."""
+        """Return `input_ids` (n, t) of int64, and `labels` (n,) or (n, t), which are -100 for padding."""
         ids = [sample["input_ids"] for sample in samples]
         batch = {"input_ids": pad_sequence(ids, True, self.pad).long()}
         if self.masked:

@@ -12,8 +12,8 @@ from learnerkit.text import first_few
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-_LOT = 1000
-"""How many texts are encoded at a time: enough to keep all threads at work, and few enough for the memory."""
+_AT_ONCE = 1000
+"""The number of texts that are encoded at a time: enough for all threads, and few enough for the memory."""
 
 _PAD = ("[PAD]", "<pad>", "<|endoftext|>", "</s>")
 _END = ("</s>", "<|endoftext|>", "[END]", "[SEP]")
@@ -73,7 +73,7 @@ class TextCodec:
         """Return the token ids of all texts one after the other (int32), and how many each text has."""
         if self.max_len is not None:
             self._tokenizer.enable_truncation(self.max_len)
-        return self._encode(texts, lambda ids: ids or [self.pad])  # a batch needs something of each
+        return self._encode(texts, lambda ids: ids or [self.pad])  # A batch needs a token of each.
 
     def encode_stream(self, texts: Sequence[str]) -> Tensor:
         """Return the token ids (int32) of all texts, each whole and followed by `end`, without other additions."""
@@ -83,11 +83,11 @@ class TextCodec:
 
     def _encode(self, texts: Sequence[str], finish: Any, **options: Any) -> tuple[Tensor, Tensor]:
         parts, lengths = [np.empty(0, np.int32)], list[int]()
-        for start in range(0, len(texts), _LOT):
-            lot = checked_texts(texts[start : start + _LOT])
-            found = [finish(encoding.ids) for encoding in self._tokenizer.encode_batch_fast(lot, **options)]
-            parts.append(np.concatenate([np.array(ids, np.int32) for ids in found]))
-            lengths += map(len, found)
+        for start in range(0, len(texts), _AT_ONCE):
+            some = checked_texts(texts[start : start + _AT_ONCE])
+            encoded = [finish(encoding.ids) for encoding in self._tokenizer.encode_batch_fast(some, **options)]
+            parts.append(np.concatenate([np.array(ids, np.int32) for ids in encoded]))
+            lengths += map(len, encoded)
         return torch.from_numpy(np.concatenate(parts)), torch.tensor(lengths)
 
     def decode(self, ids: Iterable[int]) -> str:

@@ -229,7 +229,7 @@ class TextData:
     def as_loaders(
         self, train: Any, valid: Any = None, *, device: torch.device | str | int | None = None, tokens: int = 4096
     ) -> "TextDataLoaders":
-        """Make `TextDataLoaders` of loaders that are there already."""
+        """Make `TextDataLoaders` of existing loaders."""
         dls = TextDataLoaders(train, valid, device=device, classes=self.classes, decode=self.decode)
         dls.data, dls.tokens, dls.preprocessing = self, tokens, json.loads(self.to_json())
         return dls
@@ -253,7 +253,7 @@ class TextData:
     # Files
 
     def to_json(self) -> str:
-        """The tokenizer and the classes as JSON, which `from_json` reads."""
+        """Return the tokenizer and the classes as JSON, which `from_json` reads."""
         return json.dumps({"codec": self.codec.to_json(), "classes": self.classes})
 
     @classmethod
@@ -282,7 +282,7 @@ class TextDataLoaders(DataLoaders):
 
     @property
     def target_names(self) -> Sequence[Any] | Callable[[Tensor], str] | None:
-        """The classes; for a language model what makes text of the next tokens."""
+        """The classes; for a language model a function that turns the next tokens into text."""
         return self.classes if self.data.classes is not None else lambda ids: self.data.codec.decode(ids[ids >= 0])
 
     def test_dl(self, items: Iterable[str], bs: int | None = None, **loader_kwargs: Any) -> DataLoader[Any]:

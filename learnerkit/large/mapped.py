@@ -1,4 +1,4 @@
-"""Parameters in files: they take memory of the process only while somebody reads or writes them.
+"""Parameters in files: they take memory of the process only while they are read or written.
 
 A model that is too large for one process is made with these, and each rank then takes its rows of it.
 """
@@ -26,13 +26,13 @@ from learnerkit.text import first_few
 class Mapped:
     """Tensors whose memory is that of files, which the operating system reads and writes when needed.
 
-    Values that are made are in one temporary file without a name, in the directory that `TMPDIR` says, or in /tmp. It
+    New values are in one temporary file without a name, in the directory that `TMPDIR` says, or in /tmp. It
     needs the room for the whole model, for each process.
     """
 
     def __init__(self) -> None:
         self._file, name = tempfile.mkstemp(prefix="learnerkit")
-        os.unlink(name)  # what is open stays until the process ends, however it does
+        os.unlink(name)  # An open file stays until the process ends, however it does.
         weakref.finalize(self, os.close, self._file)
         self._end = 0
         self._held: dict[int, Tensor] = {}  # by their addresses
@@ -41,20 +41,18 @@ class Mapped:
         """Return a tensor with the values of `t`, in the temporary file."""
         if not t.nbytes:
             return t
-        start, self._end = (
-            self._end,
-            self._end + -(-t.nbytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY,
-        )
+        start = self._end
+        self._end += -(-t.nbytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
         os.truncate(self._file, start + t.nbytes)
-        memory = mmap.mmap(self._file, t.nbytes, offset=start)  # which the tensor keeps
-        found = torch.frombuffer(memory, dtype=torch.uint8).view(t.dtype).view(t.shape)
+        memory = mmap.mmap(self._file, t.nbytes, offset=start)  # The tensor keeps it.
+        mapped = torch.frombuffer(memory, dtype=torch.uint8).view(t.dtype).view(t.shape)
         with torch.no_grad():
-            found.copy_(t)
-        self.hold(found)
-        return found
+            mapped.copy_(t)
+        self.hold(mapped)
+        return mapped
 
     def hold(self, t: Tensor) -> None:
-        """Take a tensor whose memory is that of a file, of which nothing has been changed."""
+        """Register a tensor that is mapped from a file and has not been changed."""
         self._held[t.data_ptr()] = t
 
     def release(self, tensors: Iterable[Tensor] | None = None) -> None:
@@ -65,7 +63,7 @@ class Mapped:
         """
         for t in self._held.values() if tensors is None else tensors:
             if t.device.type == "cpu" and t.data_ptr() in self._held:
-                start = -(-t.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE  # whole pages: the others have more in them
+                start = -(-t.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE  # Other pages hold more.
                 size = (t.data_ptr() + t.nbytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
                 if size > 0:
                     _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_DONTNEED)
@@ -106,9 +104,9 @@ class Mapped:
             p.data = p.data.clone()
 
     def fill(self, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-        """Give the parameters of a model the values of a file, of which nothing is read as yet.
+        """Give the parameters of a model values that are mapped from a file; nothing of it is read yet.
 
-        Parameters on the meta device become others; tied ones stay tied.
+        Parameters on the meta device are replaced; tied ones stay tied.
 
         Args:
             model: made by `make`, or on the meta device.
@@ -144,13 +142,13 @@ def check_values(model: nn.Module) -> None:
 def _takes_nothing(function: Callable) -> bool:
     try:
         signature(function).bind()
-    except (TypeError, ValueError):  # it has arguments, or is one of C
+    except (TypeError, ValueError):  # It needs arguments, or is written in C.
         return False
     return True
 
 
 def made_model(model: Any) -> tuple[Any, Mapped | None]:
-    """Return the model that a Learner gets, which may be given as a function, and where its parameters are mapped.
+    """Return the model of a Learner, which a function may make, and the `Mapped` with its parameters, if any.
 
     On one process a function makes it as any other. On several, each makes all of it, in a file.
     """

@@ -12,8 +12,8 @@ from learnerkit.utils import listify
 
 # Shares of the model's parameters.
 _LARGE = 1 / 4  # lists that count; an element that is divided if it consists of lists
-_COMPARABLE = 1 / 10  # of the largest list: others that are taken with it
-_DIVISIBLE = 4 / 5  # of an element, what is in lists if it consists of them
+_COMPARABLE = 1 / 10  # the size of further lists that count, as a share of the largest one
+_DIVISIBLE = 4 / 5  # the share of an element that is in lists, if it consists of lists
 _SIZABLE = 1 / 16  # a child, where nothing is repeated
 
 
@@ -62,11 +62,11 @@ class _Parts:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.named = list(model.named_modules(remove_duplicate=False))
-        self.places = Counter(m for _, m in self.named)  # of a module, and below of a parameter: how many it has
+        self.places = Counter(m for _, m in self.named)  # the number of places of each module
         self.parameter_places = _places(model)
 
     def size(self, *modules: nn.Module) -> int:
-        """The number of elements of the parameters of these modules."""
+        """Count the elements of the parameters of these modules."""
         return sum(p.numel() for p in _held(modules))
 
     def can_be(self, m: nn.Module) -> bool:
@@ -76,7 +76,7 @@ class _Parts:
         return m is not self.model and is_called and not any(shared)
 
     def lists(self, m: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
-        """The lists in a module: of each the parent and the elements that can be units."""
+        """Yield the lists in a module: the parent of each, and its elements that can be units."""
         for parent in dict.fromkeys(_descendants(m)):
             kinds = _by_kind(filter(self.can_be, _within(parent)))
             # A list of one block is a list, too: a model may be a small one of its kind.
@@ -93,7 +93,7 @@ class _Parts:
         return self.size(*inner) >= _DIVISIBLE * self.size(*elements)
 
     def repeated(self) -> list[nn.Module]:
-        """The modules of the classes of the largest lists; none if these are small."""
+        """Return the modules of the classes of the largest lists; none if these lists are small."""
         listed = [m for parent, e in self.lists(self.model) if not self.is_divided(parent, e) for m in e]
         for have_parts in (True, False):
             kinds = _by_kind(m for m in listed if bool(_within(m)) is have_parts)
@@ -107,7 +107,7 @@ class _Parts:
         return []
 
     def sizable(self, m: nn.Module) -> list[nn.Module]:
-        """The parts of a module that hold much of the model; of one that holds more than half of it, its own parts."""
+        """Return the parts of a module that hold much of the model; if one holds more than half, its own parts."""
         found, whole = list[nn.Module](), self.size(self.model)
         for child in _within(m):
             size = self.size(child)
@@ -117,7 +117,7 @@ class _Parts:
         return found
 
     def chosen(self, entry: str | type[nn.Module], argument: str) -> list[nn.Module]:
-        """The modules that an entry names."""
+        """Return the modules that an entry of `chosen` names."""
         modules = {name: m for name, m in self.named if name}
         if isinstance(entry, str):
             given, known = entry, list(modules)
@@ -143,7 +143,7 @@ class _Parts:
         return _outermost(able)
 
     def table(self) -> str:
-        """The largest modules, with the bytes of their parameters."""
+        """Format the largest modules, with the bytes of their parameters."""
         rows = [(sum(p.nbytes for p in m.parameters()), name, type(m).__name__) for name, m in self.named]
         largest = sorted(rows, key=lambda row: -row[0])[:12]
         return "\n".join(f"  {name or '(the model)'}  {kind}  {in_units(size)}" for size, name, kind in largest)
@@ -154,12 +154,12 @@ def _held(modules: Iterable[nn.Module]) -> set[Tensor]:
 
 
 def _places(m: nn.Module) -> Counter[Tensor]:
-    """At how many places in a module each of its parameters is."""
+    """Count the places of each parameter in a module."""
     return Counter(p for _, p in m.named_parameters(remove_duplicate=False))
 
 
 def _within(m: nn.Module) -> list[nn.Module]:
-    """The children that have parameters, of a module that calls them."""
+    """Return the children that have parameters; none for a module that reads these itself."""
     # These two read the parameters of their children themselves.
     is_whole = isinstance(m, nn.MultiheadAttention) or parametrize.is_parametrized(m)
     return [] if is_whole else [child for child in m.children() if _held([child])]

@@ -22,7 +22,7 @@ class Seen(NamedTuple):
     Attributes:
         role: 'cats', 'conts', 'few' (whole numbers, which may be either), or '' for one that is left out.
         why: the reason for which it is left out.
-        told: what somebody should look at.
+        told: a hint for the user about the column.
     """
 
     role: str
@@ -31,7 +31,7 @@ class Seen(NamedTuple):
 
 
 def look(column: "Series", whole: "Series") -> Seen:
-    """Say what a column is by its values.
+    """Choose the role of a column by its values.
 
     Args:
         column: the rows to train on.
@@ -84,7 +84,7 @@ def _look_at_numbers(column: "Series") -> Seen:
 
 
 def no_numbers(column: "Series") -> str:
-    """Describe the cells of a column of text that are no numbers; nothing if all are."""
+    """Describe the cells of a column of text that are no numbers; '' if all are."""
     wrong = column[np.isnan(read_numbers(column)) & column.notna().to_numpy()]
     if not len(wrong):
         return ""

@@ -43,7 +43,7 @@ class Categories:
     def encode(self, column: "Series") -> np.ndarray:
         """Return the number of each value, int64.
 
-        Where there were numbers alone in training, numbers that are written as text are read.
+        If the column held only numbers in training, numbers that are written as text are read.
 
         Raises:
             ValueError: none of the values is of a kind (text, numbers, timestamps) that was there in training.
@@ -69,7 +69,7 @@ class Categories:
 
     @classmethod
     def from_json(cls, facts: Mapping[str, Any]) -> "Categories":
-        """Make it again."""
+        """Read what `as_json` has returned."""
         return cls(facts["name"], tuple(_value_from_json(value) for value in facts["values"]))
 
 
@@ -142,7 +142,7 @@ class Numbers:
 
     @classmethod
     def from_json(cls, facts: Mapping[str, Any]) -> "Numbers":
-        """Make it again."""
+        """Read what `as_json` has returned."""
         return cls(**facts)
 
 
@@ -193,7 +193,7 @@ def read_numbers(column: "Series") -> np.ndarray:
 
 
 def with_numbers(column: "Series") -> "Series":
-    """Return the column with numbers where text is one for Python's `float`, and nothing where it is empty."""
+    """Convert text to a number where Python's `float` can, and empty text to `None`."""
 
     def number(value: Any) -> Any:
         if not isinstance(value, str):

@@ -244,7 +244,7 @@ class TabularData:
     # Files
 
     def to_json(self) -> str:
-        """All but the rows as JSON, which `from_json` reads; every category and every bit of a number is kept."""
+        """Return all but the rows as JSON, which `from_json` reads; it keeps every category and every bit of a number."""
         kind = "numbers" if self.classes is None else "classes"
         facts = {
             "cats": [column.as_json() for column in self.cats],
@@ -292,7 +292,7 @@ class TabularDataLoaders(DataLoaders):
 
 
 def _parts_that_differ(dates: Sequence[Dates], train: "DataFrame") -> tuple[list[Categories], list[Numbers]]:
-    """The parts of dates that are not the same in all rows to train on."""
+    """Return the parts of dates that are not the same in all rows to train on."""
     cats, conts = [], []
     for column in dates:
         for name, values in column.parts(train[column.name]).items():
@@ -315,7 +315,7 @@ def _said(what: str, names: Iterable[str], joint: str = ", ") -> str:
 
 
 def _reasons(left: Mapping[Any, Seen]) -> list[str]:
-    """The columns that are left out, together where the reason is the same."""
+    """Describe the columns that are left out, grouped by the reason."""
     columns: dict[str, list[Any]] = {}
     for name, seen in left.items():
         columns.setdefault(seen.why or "not named", []).append(name)

@@ -91,12 +91,12 @@ class Dates:
 
     @classmethod
     def from_json(cls, facts: Mapping[str, Any]) -> "Dates":
-        """Make it again."""
+        """Read what `as_json` has returned."""
         return cls(**facts)
 
 
 def texts_in(column: "Series") -> "Series":
-    """Return the values that are there; empty text is none."""
+    """Return the values that are not missing; empty text is missing."""
     return column[column.notna() & (column != "")]
 
 
@@ -113,6 +113,6 @@ def _read(texts: "Series", way: str) -> "Series":
     from pandas.api.types import is_numeric_dtype
 
     if not is_numeric_dtype(texts.dtype):
-        with suppress(ValueError):  # of several time zones
+        with suppress(ValueError):  # The texts may have several time zones.
             return pd.to_datetime(texts, format=way, errors="coerce")
     return pd.Series(pd.NaT, texts.index)

@@ -81,7 +81,7 @@ def _embedding(n: int, size: int) -> nn.Embedding:
     layer = nn.Embedding(n, size)
     nn.init.trunc_normal_(layer.weight, std=0.01)
     with torch.no_grad():
-        layer.weight[0] = 0  # where nothing is missing in training it stays as it is: what is not known says nothing
+        layer.weight[0] = 0  # It stays 0, without effect, if nothing is missing in training.
     return layer
 
 

@@ -130,13 +130,13 @@ _BY_TARGETS: dict[str | None, tuple[Callable[..., nn.Module], Any]] = {
 """The loss and the metric for the targets of `ImageData`."""
 
 _GRID = 4
-"""Down and across, the places at which a head for points gets feature maps: with one their place would be lost."""
+"""The side of the grid to which a head for points pools feature maps; one value for all would lose their place."""
 
 
 def known_body(
     model_fn: Any, weights: Any, cut: Any, normalize: Any, n_in: int, pretrained: bool | None, model_kwargs: dict
 ) -> tuple[nn.Module, Tensor, "Normalize | None", bool]:
-    """Return the body of a known network, its output for a small image, what normalizes, and whether it is pretrained.
+    """Return a known network's body, its output for a small image, the normalizing layer, and if it is pretrained.
 
     Args:
         model_fn, weights, cut, normalize, n_in, pretrained, model_kwargs: as for `vision_learner`.
@@ -257,7 +257,7 @@ def split_layers(model: nn.Module) -> list[list[nn.Parameter]]:
 
 
 def _units(module: nn.Module, limit: float) -> Iterator[list[nn.Parameter]]:
-    "The parameters of each block: containers, and modules with more than `limit` parameters, are divided further."
+    "Yield the parameters of each block; containers, and modules with more than `limit` parameters, are divided."
     own, whole = list(module.parameters(recurse=False)), list(module.parameters())
     container = type(module) in (nn.Sequential, nn.ModuleList, nn.ModuleDict)
     is_block = not container and sum(p.numel() for p in whole) <= limit
@@ -275,8 +275,11 @@ def _build(builder: Any, weights: Any, model_kwargs: dict, pretrained: bool | No
     builder = _named(builder) if isinstance(builder, str) else builder
     if not callable(builder):
         raise TypeError(f"got model_fn={builder!r}; it is a builder of torchvision, its name, or an nn.Module")
-    # A user's own builder may load weights by itself.
-    source = "timm" if isinstance(builder, _OfTimm) else "torchvision" if _is_torchvisions(builder) else None
+    source = None  # A user's own builder may load weights by itself.
+    if isinstance(builder, _OfTimm):
+        source = "timm"
+    elif _is_torchvisions(builder):
+        source = "torchvision"
     if weights is None:
         if pretrained and model_kwargs.get("weights") is None and source:
             raise ValueError(
@@ -304,7 +307,7 @@ def _is_torchvisions(builder: Callable) -> bool:
 
 
 def _named(name: str) -> Callable[..., Any]:
-    "The builder of torchvision or else of timm that has this name."
+    "Return the builder of torchvision, or else of timm, that has this name."
     from torchvision import models
 
     names = models.list_models(module=models)
@@ -466,7 +469,7 @@ def _candidates(network: nn.Module, before: list[str]) -> Iterator[tuple[nn.Modu
     if kept:
         yield _chain(network, kept), after
         chain = _chain(network, kept)
-        chain.add_module("last_relu", nn.ReLU())  # in DenseNet it is in `forward`
+        chain.add_module("last_relu", nn.ReLU())  # DenseNet has it in `forward`.
         yield chain, after
     for method in _FEATURES:
         if hasattr(network, method):
@@ -582,14 +585,14 @@ def _channel_stats(
 
 
 def _scaled(dls: DataLoaders, n_out: int | None) -> Scaled | None:
-    "The end of a head for numbers or points."
+    "Return the last layer of a head for numbers or points; `None` for other targets."
     if dls.targets not in ("numbers", "points"):
         return None
     if dls.train_ds is not None:
-        mean, std = dls.train_ds.scale()  # of ReadImages
+        mean, std = dls.train_ds.scale()
     elif n_out is None:
         raise ValueError(f"how many {dls.targets}? The learner has no data; pass n_out=")
-    else:  # the weights to load have the numbers
+    else:  # The weights that are loaded later have the numbers.
         mean = torch.zeros(n_out).reshape((-1, 2) if dls.targets == "points" else -1)
         std = torch.ones_like(mean)
     if n_out not in (None, mean.numel()):

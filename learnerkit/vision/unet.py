@@ -13,7 +13,7 @@ from learnerkit.learner import Learner
 from learnerkit.vision.classifier import count_classes, known_body, run_on_image, split_layers
 
 _LEAST_CHANNELS = 16
-"""Of a block of the decoder, however few the encoder has at its size."""
+"""The least channels of a block of the decoder, however few the encoder has at its size."""
 
 
 def unet_learner(
@@ -70,7 +70,7 @@ def unet_learner(
 
 
 class UNet(nn.Module):
-    """A U-Net: what an encoder finds at each size of its feature maps goes to a block of the decoder at that size.
+    """A U-Net: the encoder's feature maps of each size go to the decoder's block for that size.
 
     Before the encoder halves the size its maps are kept. The decoder goes back from the last maps: each block enlarges
     them (nearest neighbours) to the size of the maps that were kept, joins both, and has two 3 x 3 convolutions with
@@ -78,7 +78,7 @@ class UNet(nn.Module):
 
     Args:
         body: the encoder: `nn.Sequential`s, one inside the other, of layers that are called one after the other.
-        maps: a small image, and what each layer of the encoder makes of it.
+        maps: a small image, and the output of each layer of the encoder for it.
         n_out: scores of each pixel.
         normalize: a layer for the images, or `None`.
         norm: makes a norm layer for a number of channels, or `None`.
@@ -125,7 +125,7 @@ def _convolution(n_in: int, n_out: int, norm: Callable[[int], nn.Module] | None)
 
 
 def _layers(module: nn.Module) -> Iterator[nn.Module]:
-    "The layers that a chain calls one after the other."
+    "Yield the layers that a chain calls one after the other."
     if type(module).forward is nn.Sequential.forward:
         for part in module.children():
             yield from _layers(part)
@@ -134,7 +134,7 @@ def _layers(module: nn.Module) -> Iterator[nn.Module]:
 
 
 class _AllMaps(nn.Module):
-    "Returns an image, and what each layer of the encoder makes of it."
+    "Returns an image, and the output of each layer of the encoder for it."
 
     def __init__(self, body: nn.Module) -> None:
         super().__init__()
