@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from learnerkit import distributed
+from learnerkit.marks import collective
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -58,6 +59,7 @@ def fashion_mnist_sample() -> tuple[TensorDataset, TensorDataset]:
     return train, valid
 
 
+@collective
 def fashion_mnist_files(path: str | Path) -> Path:
     """Write the sample of `fashion_mnist_sample` as PNG files into path/train/<class>/ and path/valid/<class>/.
 
@@ -103,6 +105,7 @@ SHAPES = ("background", "circle", "square")
 """The names of the values in the masks of `drawn_shapes`."""
 
 
+@collective
 def drawn_shapes(path: str | Path, n: int = 200, seed: int = 0, size: int = 64) -> Path:
     """Draw pictures with a circle, a square or both, and write them as PNG files with a table of their contents.
 
@@ -158,6 +161,7 @@ def _write_shapes(folder: Path, n: int, seed: int, size: int) -> None:
             rows.writerow([*files, names, len(kinds), x, y, x - radius, y - radius, x + radius, y + radius])
 
 
+@collective
 def fashion_mnist(root: str | Path) -> tuple[TensorDataset, TensorDataset]:
     """Return all of Fashion-MNIST, 60,000 and 10,000 images; torchvision downloads it if necessary.
 

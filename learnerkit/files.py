@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
+from learnerkit.marks import collective
 from learnerkit.shards import gathered, is_shard, storage_of
 from learnerkit.text import first_few, printable
 
@@ -157,6 +158,7 @@ def save_whole(obj: Any, file: Path | BinaryIO) -> None:
         os.fsync(opened.fileno())
 
 
+@collective
 def save_weights(
     weights: Mapping[str, Any], file: Path, notes: Mapping[str, str] | None = None, writes: bool = True
 ) -> None:

@@ -72,6 +72,7 @@ from learnerkit.losses import (
     pred_of,
     take_loss,
 )
+from learnerkit.marks import collective, not_collective
 from learnerkit.metrics import metric_names
 from learnerkit.notebook.kernel import distrib_ctx
 from learnerkit.preflight.memory import explain_memory
@@ -341,6 +342,7 @@ class Learner(RunState):
 
     # The loop, from the outside in. It fits on one screen; everything beside the loop itself is a callback.
 
+    @collective
     def _fit(self) -> None:
         if self.n_steps is None:
             epochs: Iterable[int] = range(self.start_epoch, self.n_epoch or 0)
@@ -349,17 +351,20 @@ class Learner(RunState):
         for self.epoch in epochs:
             self._level("epoch", self._one_epoch, CancelEpochException)
 
+    @collective
     def _train(self, n_epoch: int | None, n_steps: int | None, start_epoch: int = 0) -> None:
         """Train and validate, for the given numbers of epochs or steps."""
         self.n_epoch, self.n_steps = n_epoch, n_steps
         self.start_epoch = start_epoch
         self._level("fit", self._fit, CancelFitException)
 
+    @collective
     def _one_epoch(self) -> None:
         self._read(self.dls.train, training=True)
         if self.dls.valid is not None:
             self._read(self.dls.valid, training=False)
 
+    @collective
     def _read(self, dl: Iterable[Any], training: bool) -> None:
         """Train on a loader, or validate on it."""
         self.dl, self.training = self.dls.twin(dl, training), training
@@ -371,6 +376,7 @@ class Learner(RunState):
             with torch.no_grad(), keep_seeds(dl, self._device) if self._in_fit else nullcontext():
                 self._level("validate", self._all_batches, CancelValidException)
 
+    @collective
     def _all_batches(self) -> None:
         self.n_iter, self.iter = loader_len(self.dl), self.first_iter - 1
         agreement = self._agreement
@@ -466,6 +472,7 @@ class Learner(RunState):
         groups = optim.make_groups(self.model, self.splitter)
         self.opt = optim.make_optimizer(self.opt_func, groups, first, self.model)
 
+    @collective
     def closure(self, reuse: bool = False) -> Callable[[], Tensor]:
         """Return a function for an optimizer that evaluates the loss several times in a step, such as LBFGS or SAM.
 
@@ -496,11 +503,13 @@ class Learner(RunState):
 
         return evaluate
 
+    @collective
     def _step_by_closure(self) -> None:
         """Take a step of an optimizer that needs a closure; replaces `_step` in a run."""
         self.opt.step(self.closure(reuse=True))
 
     @property
+    @not_collective("it compares a method, and does not call it")
     def _by_closure(self) -> bool:
         """True if `_step_by_closure` replaces `_step`."""
         return vars(self).get("_step") == self._step_by_closure
@@ -508,6 +517,7 @@ class Learner(RunState):
     # Runs
 
     @on_workers
+    @collective
     def fit(
         self,
         n_epoch: int | None = None,
@@ -561,6 +571,7 @@ class Learner(RunState):
         self.n_fits += 1
 
     @public
+    @collective
     def fit_one_cycle(
         self,
         n_epoch: int | None = None,
@@ -604,6 +615,7 @@ class Learner(RunState):
         return lambda peak: combined_cos(pct_start, peak / div, peak, peak / div_final), momentum
 
     @public
+    @collective
     def fit_flat_cos(
         self,
         n_epoch: int | None = None,
@@ -635,6 +647,7 @@ class Learner(RunState):
         self._fit_scheduled(flat_cos, None, n_epoch, lr, wd, cbs, reset_opt, start_epoch, n_steps)
 
     @public
+    @collective
     def fit_sgdr(
         self,
         n_cycles: int,
@@ -671,6 +684,7 @@ class Learner(RunState):
         self._fit_scheduled(cycles, None, sum(lengths), lr_max, wd, cbs, reset_opt, start_epoch)
 
     @on_workers
+    @collective
     def _fit_scheduled(
         self,
         schedule: Callable[[float], Schedule],
@@ -696,6 +710,7 @@ class Learner(RunState):
         self.fit(n_epoch, optim.named(self.opt, peaks), wd, cbs, start_epoch=start_epoch, n_steps=n_steps)
 
     @public
+    @collective
     def fine_tune(
         self,
         epochs: int | None = None,
@@ -751,6 +766,7 @@ class Learner(RunState):
         self.fit_one_cycle(**whole)
 
     @on_workers
+    @collective
     def lr_find(
         self,
         start_lr: float = 1e-7,
@@ -803,6 +819,7 @@ class Learner(RunState):
         self.lr_finds.append(suggested._asdict())
         return suggested
 
+    @collective
     def _recorded_lr_find(self, finder: LRFinder) -> Any:
         """Return the result of this call in an earlier process whose run a CheckpointCallback continues, or `None`."""
         for cb in self.cbs:
@@ -814,6 +831,7 @@ class Learner(RunState):
         return None
 
     @on_workers
+    @collective
     def validate(self, ds_idx: int = 1, dl: Iterable[Any] | None = None, cbs: Callbacks = None) -> list[float]:
         """Return the loss and each metric on a loader: `[valid_loss, *metrics]`; NaN if the model computes no loss.
 
@@ -830,6 +848,7 @@ class Learner(RunState):
         return meter.values
 
     @on_workers
+    @collective
     def get_preds(
         self,
         ds_idx: int = 1,
@@ -953,6 +972,7 @@ class Learner(RunState):
                 explain(one, e)
                 raise
 
+    @not_collective("it runs in `distributed.alone()`")
     def _predict_in_loop(self, items: list[Any], act: Callable[[Tensor], Tensor] | None) -> list[Prediction]:
         kept, dl = KeepPredictions(len(items), act), self.dls.test_dl(items, bs=len(items), num_workers=0)
         with self._by_itself():
@@ -980,6 +1000,7 @@ class Learner(RunState):
                 self._dispatch.changed()
 
     @on_workers
+    @collective
     def tta(
         self,
         ds_idx: int = 1,
@@ -1030,6 +1051,7 @@ class Learner(RunState):
             self._in_fit = in_fit
         return averaged(plain, augmented, beta, use_max), targets
 
+    @collective
     def _evaluate(self, task: str, dl: Iterable[Any], cbs: Callbacks) -> None:
         """Run without training; inside another run without the events of its outer levels."""
         with self._running(task, cbs) as nested:
@@ -1041,6 +1063,7 @@ class Learner(RunState):
                 self._level("fit", lambda: self._level("epoch", read, CancelEpochException), CancelFitException)
 
     @contextmanager
+    @collective
     def _trying(self, task: str, cbs: list[Callback]) -> Iterator[Callable[..., None]]:
         """Run without a trace except in the given callbacks; yield a function that trains for epochs or steps."""
 
@@ -1052,6 +1075,7 @@ class Learner(RunState):
             yield train
 
     @contextmanager
+    @collective
     def _running(self, task: str, cbs: Callbacks = None) -> Iterator[bool]:
         """Start a run, and refuse it while another thread has one; see `_run`."""
         with self._lock:  # it waits for a prediction in another thread
@@ -1064,6 +1088,7 @@ class Learner(RunState):
             self._thread = outer
 
     @contextmanager
+    @collective
     def _run(self, task: str, cbs: Callbacks = None) -> Iterator[bool]:
         """Run, and restore the learner at the end; yield whether the run is inside another."""
         self._take_callbacks()
@@ -1118,6 +1143,7 @@ class Learner(RunState):
         for opt in self.opts:
             optim.keep_base_rates(opt)
 
+    @not_collective("it puts a method in place, which a step calls")
     def _prepare_opt(self, lr: Any = None, wd: float | Mapping | None = None, reset: bool = False) -> None:
         """Set up an optimizer with these hyper-parameters, or the Learner's own."""
         self._make_opt(reset)
@@ -1353,6 +1379,7 @@ class Learner(RunState):
             self.recorder.log_metric(name, value)
 
     @on_workers
+    @collective
     def check(self, memory: str | int | None = None) -> bool:
         """Take one step of training and one of validation, and print what is right and what is wrong with them.
 
@@ -1378,6 +1405,7 @@ class Learner(RunState):
         return check(self, memory)
 
     @on_workers
+    @collective
     def scaling_report(
         self, n_steps: int = 20, *, advice: bool = True, forecast: bool = True, seconds: float = 120.0,
         show: bool = True,
@@ -1409,6 +1437,7 @@ class Learner(RunState):
         return scaling_report(self, n_steps, advice=advice, forecast=forecast, seconds=seconds, show=show)
 
     @on_workers
+    @collective
     def find_batch_size(self, share: float = 0.9, bs: int | None = None) -> BatchSize:
         """Find the largest batch that fits into the memory, with the accumulation and the rate that go with it.
 
@@ -1463,6 +1492,7 @@ class Learner(RunState):
         return summary(self)
 
     @public
+    @collective
     def show_results(self, n: int = 9, ds_idx: int = 1) -> Any:
         """Predict some samples, and show them with their targets and predictions.
 
@@ -1490,6 +1520,7 @@ class Learner(RunState):
     # Files
 
     @public
+    @collective
     def save(self, file: File, with_opt: bool = True) -> Path | BinaryIO:
         """Write the model's weights, and the optimizer's state, on rank 0; the other ranks need not call it.
 
@@ -1530,11 +1561,13 @@ class Learner(RunState):
                 save_whole(state, target)
         return target
 
+    @collective
     def _gathered(self, state: Any) -> Any:
         """Return a state with shards gathered on rank 0; if there are shards, every rank must reach this."""
         return state if self.shards is None else map_batch(Gatherer(keep=distributed.is_main()), state, lambda x: x)
 
     @public
+    @collective
     def load(
         self, file: File, with_opt: bool = True, strict: bool = True, device: torch.device | str | int | None = None
     ) -> Learner:
@@ -1581,6 +1614,7 @@ class Learner(RunState):
         return self
 
     @public
+    @collective
     def export(self, fname: str | Path) -> Path:
         """Write the trained model for prediction, on rank 0 alone; `load_learner` reads it.
 
@@ -1613,6 +1647,7 @@ class Learner(RunState):
 
         return export(self, fname)
 
+    @collective
     def state_dict(self) -> dict[str, Any]:
         """Return the state on which the rest of a run depends, as torch's `Stateful` objects do.
 
@@ -1649,6 +1684,7 @@ class Learner(RunState):
         return map_batch(Gatherer(), run_state.state_dict(self), lambda x: x)
 
     @public
+    @collective
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state that `state_dict` returned.
 
@@ -1773,6 +1809,7 @@ class Learner(RunState):
 
 
 @suggests_keywords
+@collective
 def load_learner(
     fname: str | Path,
     model: nn.Module | Callable[[], nn.Module] | None = None,
@@ -1812,6 +1849,7 @@ def load_learner(
     return load(Learner, fname, model, dls, data, loss_func, device, path, model_dir)
 
 
+@collective
 def from_hub(
     repo_id: str,
     model: Any = None,

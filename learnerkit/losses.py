@@ -22,6 +22,7 @@ from learnerkit.data.batches import get_field, rows_of, tensors_in
 from learnerkit.data.loaders import unknown_keys
 from learnerkit.events import CancelBackwardException
 from learnerkit.gradient_mean import counts_something, host_count, zero_loss
+from learnerkit.marks import collective
 from learnerkit.text import did_you_mean
 from learnerkit.utils import describe, itself, library_of, overrides, unbound, unwrap, warn
 
@@ -411,6 +412,7 @@ class LossWeight:
     def _weigh(self, name: str, grad: Tensor) -> Tensor:
         return (grad * self._factors.get(name, 1.0)).to(grad.dtype)
 
+    @collective
     def share(self, learn: "Learner") -> None:
         """Weigh the parts of a rank's loss by the counts of all ranks; every rank must reach this.
 
@@ -685,6 +687,7 @@ def pass_kept(learn: "Learner") -> Iterator[None]:
         vars(learn).update(before)
 
 
+@collective
 def evaluate_again(learn: "Learner") -> Tensor:
     """Compute the loss of the present batch and its gradients again, and return the loss; the batch is not changed.
 

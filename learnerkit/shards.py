@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from learnerkit.marks import collective
+
 
 def is_shard(x: object) -> bool:
     """Tell whether this is a tensor of which each rank has some rows."""
@@ -26,6 +28,7 @@ def local(t: Tensor) -> Tensor:
 
 
 @torch.no_grad()
+@collective
 def gathered(t: Any, keep: bool = True) -> Any:
     """Return a tensor with the rows of all ranks; every rank must reach this. Other values are returned unchanged.
 
@@ -61,6 +64,7 @@ class Gatherer:
         self.keep = keep
         self._found: dict[int, Tensor] = {}
 
+    @collective
     def __call__(self, t: Tensor) -> Tensor:
         if not is_shard(t):
             return t
@@ -118,6 +122,7 @@ def rows_for(named: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:
     }
 
 
+@collective
 def total_norm(grads: Iterable[Tensor], norm_type: float) -> Tensor:
     """Return the norm over some gradients, which may be shards; every rank must reach this.
 

@@ -13,6 +13,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+from collective_calls import Calls
 from helpers import ROOT
 from torch.nn import Linear, MSELoss
 
@@ -28,6 +29,7 @@ PUBLIC = {*AT_TOP, *(place.rpartition(".")[2] for place in learnerkit._OLD.value
 # A part is a folder of the package, or a file at its top. It imports parts of lower layers only: two parts of one layer
 # know nothing of each other.
 LAYERS = [
+    ["marks"],
     ["text", "endings", "state", "torch_internals", "host_scalars", "shards"],
     ["utils", "files", "events"],
     ["processes"],
@@ -163,7 +165,8 @@ def test_the_launcher_knows_the_standard_library_alone_but_to_meet_other_machine
 
 
 def test_the_top_has_few_files():
-    assert len(list(PACKAGE.glob("[!_]*.py"))) < 20
+    files = {path.stem for path in PACKAGE.glob("[!_]*.py")}
+    assert len(files - {"world"}) < 20, "`world` is another name of a folder"
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -240,6 +243,122 @@ def test_no_class_of_torch_is_patched():
             targets = node.targets if isinstance(node, ast.Assign) else []
             assert not any(ast.unparse(t).startswith(("torch.", "nn.", "dist.", "F.")) and isinstance(t, ast.Attribute)
                            and not ast.unparse(t).startswith("torch.backends.") for t in targets)  # fmt: skip
+
+
+# Collectives
+
+LEARNER = "learner", "Learner"
+
+
+def test_who_calls_a_collective_is_one_or_says_why_not():
+    """Mark it by `@collective`, or give the reason by `@not_collective("why")`.
+
+    A function counts as a caller if it names a collective, also within its own functions and to hand it on. Seen are
+    functions by their names and modules, methods by `self`, `super()`, a class, or `learn`, and their overrides. Of
+    other objects only a method is seen whose name nothing else has. So an event, a hook that is already in place, a
+    property of another object, and what was handed on are not.
+    """
+    calls = Calls(MODULES, known={"learn": LEARNER, "self.learn": LEARNER})
+    assert calls.unmarked() == {}
+    assert calls.without_need() == [], "these call no collective"
+
+
+RANKS = """
+@collective
+def barrier(): ...
+
+def rank(): ...
+"""
+
+CALLERS = """
+import torch.distributed as dist
+from learnerkit import ranks
+from learnerkit.ranks import barrier as wait
+
+def calls(): ranks.barrier()
+
+def calls_by_another_name(): wait()
+
+def calls_within():
+    return lambda: wait()
+
+def hands_on(run): run(ranks.barrier)
+
+def calls_one_of_torch(x): dist.all_reduce(x)
+
+def is_plain(): ranks.rank()
+
+def has_a_variable(wait): wait()
+
+@collective
+def is_marked(): wait()
+
+@not_collective("alone")
+def is_excused(): wait()
+
+def calls_excused(): is_excused()
+
+@not_collective("alone")
+def has_no_need(): ranks.rank()
+
+class Base:
+    def calls_an_override(self): self.meet()
+
+    def meet(self): ...
+
+    @collective
+    def wait_for_all(self): ...
+
+class Child(Base):
+    @collective
+    def meet(self): super().meet()
+
+    def calls_by_self(self): self.wait_for_all()
+
+    @property
+    @collective
+    def everyone(self): ...
+
+    def reads(self): return self.everyone
+
+class Enters:
+    @collective
+    def __enter__(self): ...
+
+def enters():
+    with Enters(): ...
+
+def calls_of_another(x): x.wait_for_all()
+
+def calls_a_common_name(x): x.meet()
+
+def saves(learn): learn.save()
+
+def saves_another(file): file.save()
+
+class Learner:
+    @collective
+    def save(self): ...
+"""
+
+
+def test_a_call_of_a_collective_is_seen():
+    trees = {"ranks": ast.parse(RANKS), "callers": ast.parse(CALLERS)}
+    calls = Calls(trees, known={"learn": ("callers", "Learner")})
+    assert calls.unmarked() == {
+        "callers.calls": ["ranks.barrier"],
+        "callers.calls_by_another_name": ["ranks.barrier"],
+        "callers.calls_within": ["ranks.barrier"],
+        "callers.hands_on": ["ranks.barrier"],
+        "callers.calls_one_of_torch": ["dist.all_reduce"],
+        "callers.Base.calls_an_override": ["callers.Child.meet"],
+        "callers.Child.calls_by_self": ["callers.Base.wait_for_all"],
+        "callers.Child.reads": ["callers.Child.everyone"],
+        "callers.enters": ["callers.Enters.__enter__"],
+        "callers.calls_of_another": ["callers.Base.wait_for_all"],
+        "callers.saves": ["callers.Learner.save"],
+    }
+    assert calls.without_need() == ["callers.has_no_need"]
 
 
 def classes():

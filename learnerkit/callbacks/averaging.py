@@ -14,6 +14,7 @@ from learnerkit.callback import Callback
 from learnerkit.data.iterable import source_of
 from learnerkit.data.order import order_sources, put_states, states_of
 from learnerkit.events import CancelBatchException
+from learnerkit.marks import collective
 from learnerkit.shards import is_shard, local, put
 from learnerkit.text import first_few
 from learnerkit.torch_internals import BatchNorm
@@ -235,6 +236,7 @@ class EMA(_Averaging):
         """The attribute of the learner: `ema`, or with a `module` `ema_target`."""
         return super().name + ("" if self.module is None else "_target")
 
+    @collective
     def before_fit(self) -> None:
         self._steps = 0
         if self.module is None:
@@ -246,6 +248,7 @@ class EMA(_Averaging):
         self.n_averaged = 0
         self._take_target(unwrap(self.learn.model if self.of is None else self.of), unwrap(self.module))
 
+    @collective
     def _take_target(self, source: nn.Module, target: nn.Module) -> None:
         own, homes = dict(source.named_parameters()), dict(target.named_parameters())
         ours, theirs = ({name: t.shape for name, t in named.items()} for named in (own, homes))
@@ -336,10 +339,12 @@ class EMA(_Averaging):
         self._hooks = []
         self.after_batch()  # A batch may have been left after its step, without `after_batch`.
 
+    @collective
     def before_validate(self) -> None:
         self._give_buffers()
         super().before_validate()
 
+    @collective
     def after_fit(self) -> None:
         self._give_buffers()
         super().after_fit()
@@ -350,6 +355,7 @@ class EMA(_Averaging):
             t.requires_grad_(True)
         self._frozen = []
 
+    @collective
     def _give_buffers(self) -> None:
         "Broadcast rank 0's average of the buffers, which differ between ranks; every rank must reach this."
         if self.learn.n_ranks > 1 and not self._users:
@@ -447,12 +453,14 @@ class SWA(_Averaging):
         learn = self.learn
         self._counts = (learn.epoch if isinstance(self.start, int) else learn.pct_train) >= self.start
 
+    @collective
     def after_train(self) -> None:
         if self._own and self._counts:
             self._update(get_swa_multi_avg_fn())
             self._take_statistics()
 
     @torch.no_grad()
+    @collective
     def _take_statistics(self) -> None:
         """Compute the statistics of BatchNorm with the mean of the weights; every rank must reach this."""
         learn, names = self.learn, {id(t): name for name, t in self._own.items()}
@@ -521,6 +529,7 @@ class _Statistics(Callback):
         if self.learn.batch_size == 1 and getattr(self.learn.dl, "batch_size", None) != 1:
             raise CancelBatchException
 
+    @collective
     def after_validate(self) -> None:
         counts = [norm.num_batches_tracked for norm in self.norms]
         if self.learn.n_ranks > 1:

@@ -16,6 +16,7 @@ from learnerkit.callbacks.schedule import SchedExp
 from learnerkit.callbacks.training import StepBudget
 from learnerkit.events import CancelEpochException, CancelFitException
 from learnerkit.losses import loss_sums, unwrap_partial
+from learnerkit.marks import collective
 
 _DIVERGED = 4.0  # training has diverged when the smoothed loss is more than this many times its lowest value
 _BETA = 0.98  # smoothing, as in the recorder
@@ -83,6 +84,7 @@ class LRFinder(StepBudget):
         for opt in self.learn.opts:
             optim.set_hyper(opt, "lr", [self._rate * share for share in optim.shares(opt)])
 
+    @collective
     def after_batch(self) -> None:
         learn = self.learn
         if learn.loss is not None and learn.loss_count:
@@ -93,12 +95,14 @@ class LRFinder(StepBudget):
             self._close_step()
         super().after_batch()
 
+    @collective
     def after_train(self) -> None:
         if self._step_open:
             self._close_step()
         super().after_train()
         raise CancelEpochException  # There is no validation.
 
+    @collective
     def _close_step(self) -> None:
         "Record the step's loss, and end the run if it diverges."
         learn = self.learn

@@ -14,6 +14,7 @@ from learnerkit import arguments, distributed, optim
 from learnerkit.callback import Callback
 from learnerkit.data.batches import in_float32, map_batch
 from learnerkit.events import CancelStepException
+from learnerkit.marks import collective
 from learnerkit.shards import is_shard, local, total_norm
 from learnerkit.text import did_you_mean, first_few
 from learnerkit.torch_internals import (
@@ -87,6 +88,7 @@ class MixedPrecision(Callback):
         self._open: list[ExitStack] = []  # autocast of each open batch: a callback may validate during a batch
         self._gate: _StepGate | None = None
 
+    @collective
     def before_fit(self) -> None:
         learn, kind = self.learn, self.learn.dls.device.type
         _check_autocast(kind, self.mode)
@@ -130,6 +132,7 @@ class MixedPrecision(Callback):
             self.skipped += 1
             raise CancelStepException
 
+    @collective
     def after_step(self) -> None:
         "Update the scale after a step, taken or skipped."
         if self.scaler is None:
@@ -143,6 +146,7 @@ class MixedPrecision(Callback):
             self.scaler.update()
             self._gate = None
 
+    @collective
     def after_batch(self) -> None:
         if self.learn.training and self.learn.step_due:
             self.after_step()  # This is for a batch cancelled before after_step; otherwise it does nothing.
@@ -157,6 +161,7 @@ class MixedPrecision(Callback):
         scaler.step(gate)  # the only host-device sync of a step: the host must know whether to take it
         return gate.opened
 
+    @collective
     def _overflows(self) -> bool:
         "Tell whether a gradient is not finite. A host-device sync, but only if a rank has left a step."
         grads = [p.grad for p in _parameters(self.learn) if p.grad is not None]
@@ -243,6 +248,7 @@ class GradientClip(Callback):
         self.max_norm, self.norm_type, self.max_value, self.each = max_norm, norm_type, max_value, each
         self.logs = ("grad_norm",) if log else ()
 
+    @collective
     def before_step(self) -> None:
         params = _parameters(self.learn)
         if not params:
@@ -264,6 +270,7 @@ class GradientClip(Callback):
             else:  # torch's function does the same, but cannot mix shards and whole tensors.
                 scale_together(list(map(local, grads)), torch.clamp(self.max_norm / (norm + 1e-6), max=1.0))
 
+    @collective
     def _norms_of_each(self, grads: list[Tensor]) -> list[Tensor]:
         "The norm of each gradient; every rank must reach this."
         norms, p = norms_of_each(list(map(local, grads)), self.norm_type), self.norm_type

@@ -11,6 +11,7 @@ from torch import Tensor
 from learnerkit.callback import Callback
 from learnerkit.data.batches import Rows, concat, entries, gather_batches, map_batch, on_host, with_rows
 from learnerkit.losses import activation_of, check_predictions, decode_of, loss_arguments, loss_name, unwrap_partial
+from learnerkit.marks import collective
 from learnerkit.utils import describe
 
 if TYPE_CHECKING:
@@ -79,6 +80,7 @@ class GatherPredictions(Callback):
         # If there are several losses for each sample, the sample's loss is their mean.
         return loss if loss.ndim == 1 and len(loss) == learn.batch_size else loss.reshape(learn.batch_size, -1).mean(1)
 
+    @collective
     def after_validate(self) -> None:
         batches = gather_batches(self._batches, self.learn.n_ranks > 1, self._on)
         self._batches = []

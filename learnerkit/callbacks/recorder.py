@@ -22,6 +22,7 @@ from learnerkit.data.show import pyplot
 from learnerkit.explain import explain_metric
 from learnerkit.host_scalars import HostScalars
 from learnerkit.losses import check_predictions, counted_parts
+from learnerkit.marks import collective
 from learnerkit.metrics import DEPENDS_ON_CUT, AccumMetric, Meter, check_columns, make_meters, weighted_mean
 from learnerkit.text import columns, did_you_mean, escaped_line, format_time
 from learnerkit.utils import describe, listify
@@ -67,6 +68,7 @@ class LossMeter:
         """The losses that have arrived on the host, `None` where nothing was counted; never waits."""
         return [loss if n else None for loss, n in zip(self.losses.poll(), self.counts.poll(), strict=False)]
 
+    @collective
     def totals(self, sums: bool, sharded: bool) -> tuple[list[float], list[float], list[bool]]:
         """Return total losses, counts and cancels of each batch; if `sharded`, of each step over all ranks."""
         counts = self.counts.all()
@@ -104,6 +106,7 @@ class LossMeter:
             meter.counts.append(float(count))
         return meter
 
+    @collective
     def mean(self, sums: bool, sharded: bool) -> float:
         """Return the mean over everything counted, on all ranks if `sharded`; with parts, the sum of their means."""
         if self.parts:
@@ -187,10 +190,12 @@ class Evaluation:
         why = "ranks may have different numbers of batches; update with the batch alone, all ranks are combined later"
         return distributed.no_collectives(f"the metric {meter.name!r}", why)
 
+    @collective
     def mean_loss(self) -> float:
         """The mean loss; every rank must reach this if the data are sharded."""
         return self.loss.mean(self.weighting.sums, self.sharded)
 
+    @collective
     def metrics(self) -> list[float]:
         """The value of each metric; every rank must reach this if the data are sharded."""
         if not (distributed.reduce(self.batches) if self.sharded else self.batches):
@@ -242,6 +247,7 @@ class Validation(Callback):
     def after_batch(self) -> None:
         self._evaluation.update(self.learn)
 
+    @collective
     def after_validate(self) -> None:
         evaluation = self._evaluation
         with distributed.grouped_collectives():
@@ -486,6 +492,7 @@ class Recorder(Callback):
             # If the rate is a tensor, which only user code makes it, this is a host-device sync.
             self.lrs.append(lr if type(lr) is float else float(lr))
 
+    @collective
     def after_epoch(self) -> None:
         with distributed.grouped_collectives():
             values = [self._train_loss(), *self._train.metrics()]
@@ -495,6 +502,7 @@ class Recorder(Callback):
         self._write(self.learn.epoch, values, logged)
         self._start_epoch()
 
+    @collective
     def add_row(self, validation: list[float]) -> None:
         """Write a row during an epoch, with the epoch's values so far; every rank must reach this.
 
@@ -509,6 +517,7 @@ class Recorder(Callback):
         epoch = f"{learn.epoch} {(learn.iter + 1) / learn.n_iter:.0%}" if learn.n_iter else learn.epoch
         self._write(epoch, values, logged)
 
+    @collective
     def _columns(self, validation: list[float]) -> list[float]:
         """The values of a validation, without the loss if the model makes none; every rank must reach this."""
         if not math.isnan(validation[0]):  # The values are equal on all ranks.
@@ -531,11 +540,13 @@ class Recorder(Callback):
         self._table.append(dict(zip(self.metric_names, self.log, strict=True)))
         self.learn.logger(self.log)
 
+    @collective
     def after_fit(self) -> None:
         # The fit may have been cancelled during an epoch, at different events on the ranks.
         if distributed.reduce(int(self._in_epoch), "max") if self.learn.n_ranks > 1 else self._in_epoch:
             self._train_loss()
 
+    @collective
     def _train_loss(self) -> float:
         """Replace this epoch's values in `losses` by those of all ranks, and return their mean."""
         sums = self._train.weighting.sums
@@ -564,6 +575,7 @@ class Recorder(Callback):
                 "finite: try a lower learning rate, and learn.check(); TerminateOnNaNCallback() ends a fit there"
             )
 
+    @collective
     def _logged_means(self) -> dict[str, float]:
         pairs = {name: self._weighed(name) for name in self.logged}
         # Where the weight is 0, the value may be the mean of nothing, a NaN.

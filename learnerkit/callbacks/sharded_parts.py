@@ -12,6 +12,7 @@ from learnerkit import distributed
 from learnerkit.callbacks.batch_parts import Batches, Part, distinct
 from learnerkit.data.batches import in_float32, tensors_in
 from learnerkit.losses import output_of, pass_kept, take_loss, wants_loss
+from learnerkit.marks import collective
 from learnerkit.torch_internals import BatchNorm, leaves_of
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class ShardedBatches(Batches):
         self._is_careful = False  # whether the current batch may run out of memory
         self._failed = False  # whether this rank's pass has failed in the current part
 
+    @collective
     def begin(self) -> None:
         """Agree on the number of parts of a batch; every rank must reach this, and then `backward`."""
         learn, cb = self.learn, self.cb
@@ -79,6 +81,7 @@ class ShardedBatches(Batches):
 
     # The passes with gradients
 
+    @collective
     def backward(self) -> None:
         """Compute the gradients of the batch; every rank must reach this."""
         learn, inner = self.learn, self._inner
@@ -119,6 +122,7 @@ class ShardedBatches(Batches):
             self.cb.note_fit(self)
         self.cb.parts = max(self.cb.parts, parts)
 
+    @collective
     def _agreed(self, mine: int) -> int:
         """Agree on the number of passes, and compute the values in as many parts; every rank must reach this."""
         last = 0
@@ -149,6 +153,7 @@ class ShardedBatches(Batches):
         factor = torch.zeros(()) if self._root.grad is None else self._root.grad
         return factor, [t.grad for t in self._ends]
 
+    @collective
     def _made(self, parts: int, ways: Any, due: bool, has_data: bool) -> bool:
         """Run a pass for each part, and tell whether all ranks had the memory for it; every rank must reach this."""
         learn, inner = self.learn, self._inner

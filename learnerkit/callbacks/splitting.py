@@ -14,6 +14,7 @@ from learnerkit.callbacks.sharded_parts import ShardedBatches
 from learnerkit.data.batches import in_float32
 from learnerkit.data.order import keep_seeds
 from learnerkit.losses import counts_predictions, doubtful_count, is_of_torch, loss_name, pass_kept
+from learnerkit.marks import collective
 from learnerkit.text import first_few
 from learnerkit.torch_internals import BatchNorm, Dropout
 from learnerkit.utils import overrides, unwrap
@@ -87,6 +88,7 @@ class SplitBatch(Callback):
                 " (errors.html#split-batch)"
             )
 
+    @collective
     def before_train(self) -> None:
         learn = self.learn
         beside = optim.parameters_beside(learn.model, learn.loss_func, learn.opts)
@@ -150,6 +152,7 @@ class SplitBatch(Callback):
         """Count a batch of training, on every rank."""
         self._batches += 1
 
+    @collective
     def _agree(self) -> None:
         """Take the largest number of parts that any rank needs; every rank must reach this before its backward pass."""
         careful = self.is_careful

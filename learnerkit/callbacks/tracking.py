@@ -21,6 +21,7 @@ from learnerkit.endings import mark
 from learnerkit.events import CancelException, CancelFitException
 from learnerkit.files import name_or_path, place_of
 from learnerkit.host_scalars import HostScalars
+from learnerkit.marks import collective
 from learnerkit.utils import warn
 
 _LESS_IS_BETTER = re.compile(
@@ -83,9 +84,11 @@ class TrackerCallback(Callback):
             self.best = -self._sign * math.inf
         self.new_best, self._rows, self._rows_with_column = False, 0, 0
 
+    @collective
     def after_epoch(self) -> None:
         self.take_row()
 
+    @collective
     def take_row(self) -> bool:
         """Act on the newest row of the recorder; every rank must reach this.
 
@@ -179,6 +182,7 @@ class SaveModelCallback(TrackerCallback):
         "The file that it writes more than once or at the end; `None` if there is none, or if it does not run."
         return place_of(self.learn, self.fname) if self.run and (self.at_end or not self.every_epoch) else None
 
+    @collective
     def after_epoch(self) -> None:
         if not self.every_epoch:
             self.take_row()
@@ -186,6 +190,7 @@ class SaveModelCallback(TrackerCallback):
             file, suffix = self.fname, f"_{self.learn.epoch}"
             self._save(file.with_stem(file.stem + suffix) if isinstance(file, Path) else file + suffix)
 
+    @collective
     def take_row(self) -> bool:
         """Save the model if the newest row is the best."""
         has_column = not self.every_epoch and super().take_row()
@@ -193,6 +198,7 @@ class SaveModelCallback(TrackerCallback):
             self._best_path = self._save(self.fname)
         return has_column
 
+    @collective
     def after_fit(self) -> None:
         super().after_fit()
         if self.at_end:
@@ -212,6 +218,7 @@ class SaveModelCallback(TrackerCallback):
         file: Any = place_of(self.learn, self.fname)
         self._best_path = file if state["saved"] else None
 
+    @collective
     def _load_best(self, path: Path) -> None:
         "Load a file that rank 0 has written; every rank must reach this."
         versions = distributed.all_gather(_version(path)) if self.learn.n_ranks > 1 else []
@@ -223,6 +230,7 @@ class SaveModelCallback(TrackerCallback):
                     path.write_bytes(content)
             self.learn.load(path, with_opt=self.with_opt)
 
+    @collective
     def _save(self, file: str | Path) -> Path:
         saved: Any = self.learn.save(file, with_opt=self.with_opt)  # It is never an open file.
         self.last_saved_path = saved
@@ -257,6 +265,7 @@ class _Patient(TrackerCallback):
         super().before_fit()
         self.wait = 0
 
+    @collective
     def take_row(self) -> bool:
         """Count the rows without a new best, and act after `patience` of them."""
         has_column = super().take_row()
@@ -375,6 +384,7 @@ class ValidateEvery(StepCounter):
         if self.learn.dls.valid is None:
             raise ValueError("ValidateEvery needs a validation loader: DataLoaders(train, valid)")
 
+    @collective
     def after_batch(self) -> None:
         super().after_batch()
         learn = self.learn
@@ -445,6 +455,7 @@ class TerminateOnNaNCallback(Callback):
         self._check_new(self._losses.all())  # a host-device sync, once an epoch
         self._forget()
 
+    @collective
     def after_cancel_fit(self) -> None:
         learn = self.learn
         # Every rank must reach this, and does: a cancel of the fit is agreed between them.

@@ -25,6 +25,7 @@ from learnerkit.checkpoints.storage import Checkpoint, Lock, Storage, candidates
 from learnerkit.endings import mark
 from learnerkit.events import CancelFitException, FitDone
 from learnerkit.files import CheckpointError, remove
+from learnerkit.marks import collective, not_collective
 from learnerkit.parallel.agreement import END, SAVE, Request
 from learnerkit.processes.ends import end_at_once
 from learnerkit.run_state import EPOCH, FIT, TRAIN, TRAINED, Resumption, first_attributes, fitting, keys, state_dict
@@ -136,6 +137,7 @@ class CheckpointCallback(StepCounter):
 
     # The beginning of a fit
 
+    @collective
     def before_fit(self) -> None:
         super().before_fit()
         learn = self.learn
@@ -177,6 +179,7 @@ class CheckpointCallback(StepCounter):
             self._fit = -1
             self._storage = Storage(path, self.keep, self.async_save)
 
+    @collective
     def _look(self) -> Checkpoint | None:
         """Return the checkpoint from which this fit continues; every rank must reach this."""
         fit = self.learn.n_fits
@@ -203,6 +206,7 @@ class CheckpointCallback(StepCounter):
         self._looked = True
         raise FitDone(agreed=True)
 
+    @collective
     def _newest(self) -> Checkpoint | None:
         """Return the newest checkpoint of the run, searched for once; every rank must reach this."""
         if self._looked:
@@ -244,6 +248,7 @@ class CheckpointCallback(StepCounter):
             "anew give another directory, or remove this one"
         )
 
+    @collective
     def _end_of(self, fit: int) -> Checkpoint | None:
         """Return the checkpoint at the end of a fit; every rank must reach this."""
         path = self.path / _ENDS / str(fit)
@@ -317,6 +322,7 @@ class CheckpointCallback(StepCounter):
 
     # Saving
 
+    @collective
     def after_batch(self) -> None:
         learn = self.learn
         if not learn.training:
@@ -369,6 +375,7 @@ class CheckpointCallback(StepCounter):
             # Model and optimizer do not change until `after_epoch`, so no copy is needed.
             self._trained = state_dict(learn, self._first)
 
+    @collective
     def after_cancel_fit(self) -> None:
         """Save the state before a validation that a signal has cut short."""
         asked = self._asked()
@@ -376,6 +383,7 @@ class CheckpointCallback(StepCounter):
             self._save(TRAINED, self._trained)
             self._serve(asked)
 
+    @collective
     def after_epoch(self) -> None:
         learn = self.learn
         self._trained = None
@@ -385,6 +393,7 @@ class CheckpointCallback(StepCounter):
             self._save(EPOCH)
         self._serve(asked)
 
+    @collective
     def after_fit(self) -> None:
         learn = self.learn
         self._looked, position = True, learn._position
@@ -395,6 +404,7 @@ class CheckpointCallback(StepCounter):
             remove(self.path / _ENDS / str(number))
         self._serve(distributed.reduce(self._request.mine, "max"))
 
+    @collective
     def _save(self, place: str, now: Mapping[str, Any] | None = None) -> None:
         """Write a checkpoint unless values became NaN or infinite in this fit; every rank must reach this.
 
@@ -427,6 +437,7 @@ class CheckpointCallback(StepCounter):
         self._saved_at = self._steps
         self._deadline = time.monotonic() + self._seconds
 
+    @not_collective("it runs in `distributed.alone()`")
     def to_dcp(self, path: str | Path) -> Path:
         """Write the newest checkpoint in the format of `torch.distributed.checkpoint`, for other tools, on rank 0.
 
@@ -490,6 +501,7 @@ class CheckpointCallback(StepCounter):
 
     # Earlier calls of lr_find
 
+    @collective
     def recorded_lr_find(self, number: int) -> dict[str, float] | None:
         """Return the rates that an earlier process has found; every rank must reach this.
 
@@ -592,6 +604,7 @@ def _interval(every: Any) -> tuple[int, float]:
     return 0, 60 * float(minutes[1])
 
 
+@collective
 def _newest_of(storage: Storage) -> Checkpoint | None:
     """Return the newest whole checkpoint, with an info of the right types; every rank must reach this.
 

@@ -58,6 +58,7 @@ from learnerkit.files import (
     without_tied,
     write_new,
 )
+from learnerkit.marks import collective
 from learnerkit.shards import gathered, is_shard
 from learnerkit.text import first_few, in_one_line, printable
 from learnerkit.utils import warn
@@ -209,6 +210,7 @@ class Storage:
         self._removing: Future | None = None
         self._damaged: set[str] = set()
 
+    @collective
     def check_values(self, weights: Mapping[str, Any], state: dict[str, Any], own: dict[str, Any]) -> None:
         """Check that values can be saved; every rank must reach this.
 
@@ -220,6 +222,7 @@ class Storage:
         """
         _agree(lambda: _Content(weights, state, own).plan)
 
+    @collective
     def check_writable(self) -> None:
         """Check that all ranks can write into the directory, by writing; every rank must reach this.
 
@@ -243,6 +246,7 @@ class Storage:
                 with suppress(OSError):
                     remove(folder)
 
+    @collective
     def save(
         self, name: str, weights: Mapping[str, Any], state: dict[str, Any], own: dict[str, Any], info: dict[str, Any]
     ) -> None:
@@ -308,6 +312,7 @@ class Storage:
         if error is not None:
             raise error
 
+    @collective
     def newest(self) -> Checkpoint | None:
         """Return the newest whole checkpoint, verified by all ranks together; every rank must reach this.
 
@@ -419,6 +424,7 @@ class Lock:
         self._path = folder / _LOCK
         self._opened = -1
 
+    @collective
     def acquire(self) -> None:
         """Acquire the lock, for all ranks; every rank must reach this.
 
@@ -495,6 +501,7 @@ class _Content:
         plan = repr([(name, t.dtype, t.shape) for name, t in self._tensors.items() if name.startswith("state.")])
         self.plan = hashlib.sha256(plan.encode()).hexdigest()
 
+    @collective
     def files(self, rank: int, n: int, memory: HostMemory | None) -> dict[str, list[Buffer]]:
         """Return the files that this rank writes, by name.
 
@@ -599,6 +606,7 @@ class _Part:
                 remove(self.folder)
 
 
+@collective
 def _agree(call: Callable[[], T]) -> list[T]:
     """Return the results of a call on all ranks; raise on all if it fails on one. Every rank must reach this."""
     value: Any = None

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from learnerkit import distributed
+from learnerkit.marks import collective
 from learnerkit.utils import library_of
 
 
@@ -182,6 +183,7 @@ def concat(batches: list) -> Any:
     return list(batches)
 
 
+@collective
 def gather_batches(batches: list[tuple[Any, Any]], sharded: bool, on: str = "all") -> list | None:
     """Return the batches of all ranks in the order of their places; every rank must reach this if `sharded`.
 
@@ -196,6 +198,7 @@ def gather_batches(batches: list[tuple[Any, Any]], sharded: bool, on: str = "all
     return None if found is None else [batch for _, batch in found]
 
 
+@collective
 def gather_nested(pieces: Iterable[tuple[Any, Any]], on: str = "all") -> list[tuple[Any, Any]] | None:
     """Return the (place, nested tensors) pairs of all ranks, on the host, in the order of their places.
 

@@ -30,6 +30,7 @@ from learnerkit.data.lengths import LengthBatches
 from learnerkit.data.order import samplers_of
 from learnerkit.data.rows import IndexBatches, draw_seed
 from learnerkit.distributed import seeds
+from learnerkit.marks import collective
 from learnerkit.torch_internals import set_worker_dataset
 from learnerkit.utils import same
 
@@ -365,6 +366,7 @@ def starts_workers(dl: DataLoader) -> bool:
 
 
 @contextmanager
+@collective
 def reading(learn: "Learner") -> Iterator[None]:
     """Seed the drawing and the fetching of samples while the learner's loader is read in this context.
 

@@ -18,6 +18,7 @@ from learnerkit.distributed import seeds
 from learnerkit.distributed.facts import PeerError, default_device, is_joined, is_main, local_rank, rank, world_size
 from learnerkit.distributed.meeting import await_all, count_call, group, join, store
 from learnerkit.endings import may_follow
+from learnerkit.marks import collective
 from learnerkit.torch_internals import CollectiveRefusal
 from learnerkit.utils import digests
 
@@ -95,6 +96,7 @@ def around_collectives(context: Callable[[], AbstractContextManager]) -> Abstrac
 
 
 @contextmanager
+@collective
 def grouped_collectives() -> Iterator[None]:
     """Group several collectives: the ranks are asked only once, before the first, if all of them come."""
     call = _before_collective.get()
@@ -104,6 +106,7 @@ def grouped_collectives() -> Iterator[None]:
         yield
 
 
+@collective
 def _has_peers(what: str, waits: bool = True) -> bool:
     """Tell whether there are other ranks for a collective, and join them first.
 
@@ -147,6 +150,7 @@ def _explained(what: str) -> Iterator[None]:
         raise
 
 
+@collective
 def meet(what: str, timeout: float = 60.0) -> None:
     """Wait until every rank has made the same call.
 
@@ -164,6 +168,7 @@ def meet(what: str, timeout: float = 60.0) -> None:
         store().add(counter, 1)
 
 
+@collective
 def barrier() -> None:
     """Wait until every rank is here."""
     if _has_peers("barrier"):
@@ -171,6 +176,7 @@ def barrier() -> None:
             dist.barrier()
 
 
+@collective
 def reduce(x: T, op: str = "sum", among: str = "") -> T:
     """Return `x` combined over all ranks, on every rank; `x` itself is not changed.
 
@@ -194,6 +200,7 @@ def reduce(x: T, op: str = "sum", among: str = "") -> T:
     return total.to(local.device) if isinstance(x, Tensor) else total.item()
 
 
+@collective
 def broadcast(x: T, src: int = 0, among: str = "") -> T:
     """Return rank `src`'s `x` on every rank: a tensor of the same shape everywhere, or any object that can be pickled.
 
@@ -218,12 +225,14 @@ _ROW_BYTES = 25 * 2**20  # the size of tensors that are sent together, so that t
 
 
 @torch.no_grad()
+@collective
 def broadcast_into(tensors: Sequence[Tensor], among: str = "") -> None:
     """Copy rank 0's values of these tensors to every rank, in place, with few collectives."""
     _replace_together(tensors, functools.partial(broadcast, among=among))
 
 
 @torch.no_grad()
+@collective
 def mean_into(tensors: Sequence[Tensor], among: str = "") -> None:
     """Replace each tensor by its mean over the ranks, in place, with few collectives; as in DDP, it divides first."""
     _replace_together(tensors, lambda row: reduce(row.mul_(1 / world_size()), among=among))
@@ -241,6 +250,7 @@ def _replace_together(tensors: Sequence[Tensor], call: Callable[[Tensor], Tensor
                 t.copy_(value.view_as(t))
 
 
+@collective
 def give_values(tensors: Sequence[Tensor]) -> None:
     """Copy rank 0's values to all ranks where they differ; every rank must reach this. A host-device sync.
 
@@ -254,6 +264,7 @@ def give_values(tensors: Sequence[Tensor]) -> None:
         broadcast_into(tensors)  # otherwise ranks would train different models
 
 
+@collective
 def all_gather(x: T, among: str = "") -> list[T]:
     """Return the `x` of every rank, in rank order: tensors of one shape, or any objects that can be pickled.
 
@@ -274,6 +285,7 @@ def all_gather(x: T, among: str = "") -> list[T]:
         return everyone
 
 
+@collective
 def gather_pieces(pieces: Iterable[tuple[Any, Tensor]], on: str = "all") -> list[Tensor] | None:
     """Return the pieces of all ranks, in the order of their places.
 
@@ -313,12 +325,14 @@ def gather_pieces(pieces: Iterable[tuple[Any, Tensor]], on: str = "all") -> list
     return [tensor for _, tensor in sorted(found, key=lambda piece: piece[0])]
 
 
+@collective
 def same_everywhere(x: object) -> bool:
     """Tell whether `x` is equal on every rank (compared by `repr`: numbers and plain containers)."""
     digest = hashlib.sha256(repr(x).encode()).hexdigest()
     return len(set(all_gather(digest))) == 1
 
 
+@collective
 def rank0_first(f: Callable[..., T] | None = None, *args: Any, per_node: bool = False) -> T | Callable:
     """Call `f(*args)` on rank 0, and only then on the others: `rank0_first(download, url)`; or `@rank0_first()`.
 
@@ -370,6 +384,7 @@ def on_rank0(f: Callable[..., T]) -> Callable[..., T | None]:
     return run
 
 
+@collective
 def follow_rank0(name: str, timeout: float = 300.0) -> None:
     """Return on every rank only after rank 0 has made the same call; rank 0 itself never waits.
 
@@ -395,6 +410,7 @@ def follow_rank0(name: str, timeout: float = 300.0) -> None:
         ) from None
 
 
+@collective
 def spread_seeds() -> None:
     """Move ranks other than 0 to separate random streams if all still share one; every rank must reach this."""
     if same_everywhere(torch.get_rng_state().numpy().tobytes()) and not is_main():

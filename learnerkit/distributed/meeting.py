@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from learnerkit.distributed.facts import PeerError, default_device, is_joined, rank, world_size
+from learnerkit.marks import collective
 from learnerkit.processes.sockets import NotAStore, has_closed, store_answers
 from learnerkit.torch_internals import await_thread_list_lock, compare_calls, default_store, default_timeout
 
@@ -25,6 +26,7 @@ JOIN_SECONDS = 35.0
 """Seconds that a process waits for the others of its run; a launcher's store is there at once."""
 
 
+@collective
 def join(timeout: float | timedelta | None = None, what: str = "", wait: float | None = None) -> None:
     """Join the process group of this run, unless this is done or the run is one process; every rank must reach this.
 
@@ -54,6 +56,7 @@ def join(timeout: float | timedelta | None = None, what: str = "", wait: float |
     compare_calls_of_users(limit)
 
 
+@collective
 def _init(timeout: timedelta | None, what: str, wait: float) -> None:
     """Make the process group."""
     device = default_device()
@@ -76,6 +79,7 @@ _compared: Callable[[], Any] = lambda: None  # noqa: E731
 _groups: dict[str, Callable[[], Any]] = {}
 
 
+@collective
 def compare_calls_of_users(timeout: timedelta) -> None:
     """Separate the collectives of users from those of this package; every rank must reach this.
 
@@ -108,6 +112,7 @@ def _prepare_forks() -> None:
     os.register_at_fork(after_in_child=gc.freeze)
 
 
+@collective
 def await_all(keys: dist.Store, what: str, timeout: float, none_moves: Callable[[], bool] | None = None) -> list[str]:
     """Wait until every rank is here, and return the call of each; the store tells which ranks are missing.
 
@@ -225,6 +230,7 @@ def _root(keys: Any) -> Any:
     return keys
 
 
+@collective
 def _meet_in_store(timeout: timedelta | None, what: str = "", wait: float = JOIN_SECONDS) -> dist.Store:
     """Return the store at the address in the environment, where torch alone would wait for half an hour."""
     promised = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -294,6 +300,7 @@ def give_group_up() -> None:
     _group_is_dead = True
 
 
+@collective
 def _join_again(timeout: timedelta | None) -> None:
     global _group_is_dead
     # The new group needs its own keys: those of the old group tell of its dead connections.

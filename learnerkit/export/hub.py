@@ -10,6 +10,7 @@ import torch
 from learnerkit import __version__, distributed
 from learnerkit.export.writing import ONNX, export, exported_path
 from learnerkit.files import SAFETENSORS
+from learnerkit.marks import collective
 from learnerkit.text import first_few
 from learnerkit.utils import unwrap
 
@@ -42,6 +43,7 @@ _WEIGHTS = """
 # make_model: the function or class that makes the model; the file has its weights alone"""
 
 
+@collective
 def push_to_hub(
     learn: "Learner",
     repo_id: str,
@@ -105,6 +107,7 @@ def model_card(learn: "Learner", repo_id: str, file: str) -> str:
     )  # fmt: skip
 
 
+@collective
 def download(repo_id: str, fname: str, revision: str | None, token: str | None) -> Path:
     """Return the path of an exported file of the Hub, for `from_hub`; one process of each machine downloads it."""
     _require_hub()

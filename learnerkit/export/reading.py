@@ -16,6 +16,7 @@ from learnerkit.export import programs
 from learnerkit.export.facts import KEY, NotExported, read_facts
 from learnerkit.export.writing import ONNX, PROGRAM, SUFFIXES, exported_path
 from learnerkit.files import CheckpointError, notes_of
+from learnerkit.marks import collective
 from learnerkit.text import first_few, in_one_line, printable
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ def _is_raw(item: Any) -> bool:
     return isinstance(item, str | Path | None) or type(item).__module__.partition(".")[0] in ("PIL", "pandas")
 
 
+@collective
 def load(
     make: type["Learner"], fname: Any, model: Any, dls: DataLoaders | None, data: Any, loss_func: Any,
     device: Any, path: str | Path, model_dir: str | Path,

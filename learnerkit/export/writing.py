@@ -20,6 +20,7 @@ from learnerkit.export import programs
 from learnerkit.export.facts import KEY, Facts, facts_of
 from learnerkit.files import CheckpointError, name_or_path, replacing, save_weights
 from learnerkit.inspection.undoing import give_shapes, trial
+from learnerkit.marks import collective
 from learnerkit.utils import unwrap, warn
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ def exported_path(fname: Any, folder: Path) -> Path:
     return path.with_name(path.name + files.SAFETENSORS)
 
 
+@collective
 def export(learn: "Learner", fname: Any) -> Path:
     """Write the file for `Learner.export` (see there)."""
     path = exported_path(fname, learn.path / learn.model_dir)

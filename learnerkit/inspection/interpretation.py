@@ -13,6 +13,7 @@ from learnerkit.callbacks.prediction import decoder, per_sample
 from learnerkit.data.batches import loader_len, with_rows
 from learnerkit.data.order import first_batch, in_order, keep_seeds
 from learnerkit.data.show import DRAWN, WRONG, Table, label, note, nth, pyplot, samples_of, show
+from learnerkit.marks import collective
 from learnerkit.utils import describe, itself
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class ClassificationInterpretation:
         self.classes = [*names, *map(str, range(len(names), most))]
 
     @classmethod
+    @collective
     def from_learner(
         cls, learn: "Learner", ds_idx: int = 1, dl: Iterable | None = None
     ) -> "ClassificationInterpretation":
@@ -233,6 +235,7 @@ def _notes(targets: Iterable[Any], found: Iterable[Any], classes: Any) -> dict[s
     return {"target": [y for y, _ in pairs], "prediction": [p if p == y else mark + p for y, p in pairs]}
 
 
+@collective
 def show_results(learn: "Learner", n: int, ds_idx: int) -> Any:
     """Do what `Learner.show_results` says; every rank must reach this."""
     dls, loader = learn.dls, learn.dls[ds_idx]

@@ -29,6 +29,7 @@ from learnerkit.data.order import (
     with_batches,
 )
 from learnerkit.explain import explain, explanation
+from learnerkit.marks import not_collective
 from learnerkit.optim import group_restorer, state_to_params
 from learnerkit.parallel import will_shard
 from learnerkit.state import TRANSIENT
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
+@not_collective("it takes no values of other ranks: `gather=False`")
 def unchanged(learn: "Learner", but: Collection[Callback] = ()) -> Iterator[None]:
     """Restore at the end everything that training changes on a learner, exactly, also after an error.
 

@@ -16,6 +16,7 @@ from learnerkit.checkpoints.state import configuration
 from learnerkit.data.show import pyplot
 from learnerkit.files import plain_name
 from learnerkit.loggers.facts import code, fingerprint
+from learnerkit.marks import not_collective
 from learnerkit.text import in_one_line
 from learnerkit.utils import unwrap, warn
 
@@ -340,6 +341,7 @@ class Tracker(Logger):
             self._has_ended = False
             super().cleanup_fit()
 
+    @not_collective("rank 0 alone has a run of the tracker's")
     def _send_files(self) -> None:
         """Give the tracker the model and the files. What fails is a warning, as the training is done."""
         with TemporaryDirectory() as folder:

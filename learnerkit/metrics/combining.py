@@ -10,6 +10,7 @@ from torch import Tensor
 
 from learnerkit import distributed
 from learnerkit.data.batches import gather_nested, map_batch, on_host
+from learnerkit.marks import collective
 from learnerkit.metrics import libraries
 from learnerkit.metrics.objects import Metric
 from learnerkit.utils import same
@@ -58,6 +59,7 @@ def known_torchmetrics(holders: list[Holder]) -> list[Any]:
 # All ranks
 
 
+@collective
 def combine_states(holders: list[Holder], places: dict[tuple[int, str], list], has_seen: bool) -> None:
     """Give the objects the states of all ranks; every rank must reach this.
 
@@ -125,6 +127,7 @@ def moved(x: Any, device: torch.device) -> Any:
 _TWO: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
+@collective
 def _combined(values: list, default: Any, how: str) -> Any:
     """Combine the values that one state has on the ranks that have seen data."""
     if not values:

@@ -15,6 +15,7 @@ from torch import Tensor
 from learnerkit import distributed
 from learnerkit.data.batches import gather_nested, map_batch, on_host, tensors_in, with_rows
 from learnerkit.host_scalars import HostScalars
+from learnerkit.marks import collective
 from learnerkit.metrics import libraries
 from learnerkit.metrics.by_name import OWN, OfTorchmetrics
 from learnerkit.metrics.combining import combine_states, holders_of, known_torchmetrics, moved, needs_batches
@@ -139,6 +140,7 @@ class Meter:
         """
         return False
 
+    @collective
     def row(self, sharded: bool) -> list[float]:
         """Return the value of each column, as `result` computes them."""
         value = self.result(sharded)
@@ -285,6 +287,7 @@ class MeanMeter(Meter):
             self.values.append(value)
             self.sizes.append(size)
 
+    @collective
     def result(self, sharded: bool) -> float:
         sizes = self.sizes.all()
         # Where nothing was counted, the value is the mean of nothing, a NaN.
@@ -292,6 +295,7 @@ class MeanMeter(Meter):
         return weighted_mean(total, sum(sizes), sharded)
 
 
+@collective
 def weighted_mean(total: float, count: float, sharded: bool) -> float:
     """Return total / count, over all ranks if `sharded`; NaN if nothing was counted."""
     if sharded:
@@ -316,9 +320,11 @@ class GatheringMeter(Meter):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.batches = list(state["batches"])
 
+    @collective
     def result(self, sharded: bool) -> float | dict[str, float]:
         return self.value(sharded) if self.feed(sharded) else float("nan")
 
+    @collective
     def feed(self, sharded: bool) -> bool:
         """Update the object with all batches; tell whether there were any."""
         batches = gather_nested(self.batches) or [] if sharded else self.batches
@@ -376,6 +382,7 @@ class StatesMeter(Meter):
 
         return isinstance(self.metric, Metric) and _differs(value, size, (_detached(pred), *targets))
 
+    @collective
     def result(self, sharded: bool) -> float | dict[str, float]:
         self._put_back()
         if sharded and distributed.world_size() > 1:
@@ -450,12 +457,14 @@ class MergingMeter(Meter):
         else:
             vars(self.metric).update(state["state"])
 
+    @collective
     def result(self, sharded: bool) -> float | dict[str, float]:
         if sharded and distributed.world_size() > 1:
             self._put_back()
             self._merge()
         return self.value(sharded)
 
+    @collective
     def _merge(self) -> None:
         is_known = libraries.is_torcheval(self.metric)
         mine = on_host(self.metric.state_dict()) if is_known else self.metric

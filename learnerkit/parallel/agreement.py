@@ -30,6 +30,7 @@ from learnerkit.events import (
     CancelValidException,
     Event,
 )
+from learnerkit.marks import collective
 from learnerkit.parallel.watch import Watch
 from learnerkit.processes.ends import end_at_once
 from learnerkit.text import in_one_line
@@ -101,6 +102,7 @@ class Agreement:
         self.alone_from = math.inf
 
     @contextmanager
+    @collective
     def run(self, what: str, timeout: float) -> Iterator[None]:
         """Meet the other ranks for a run, and leave it with them; every rank must reach this.
 
@@ -140,6 +142,7 @@ class Agreement:
             finally:
                 self.pending = self.left_batch = self.learn._agreement = None
 
+    @collective
     def make_whole(self) -> None:
         """Gather a sharded model, unless it is too large for that; every rank must reach this."""
         shards = self.learn.shards
@@ -222,6 +225,7 @@ class Agreement:
             self.pending = None
         return mark(own if isinstance(own, kind) else reason, agreed=True)
 
+    @collective
     def vote(self, where: str = "") -> None:
         """Raise on every rank the strongest reason to leave that any rank has; every rank must reach this.
 
@@ -248,6 +252,7 @@ class Agreement:
             found = ", ".join(f"rank {rank} is at {place}" for rank, place in enumerate(places))
             raise distributed.not_together(f"the ranks have come to different places: {found}")
 
+    @collective
     def _before_collective(self) -> None:
         # A rank that has left an event by a cancel goes straight to the vote after it, so the other ranks must vote
         # here, too. In a training batch, the rank takes part in the collective instead.
@@ -258,6 +263,7 @@ class Agreement:
 
     # The loop
 
+    @collective
     def run_batch(self, one_batch: Any) -> None:
         """Run a batch; if this rank leaves it early, take part in the collectives that the others still wait for."""
         learn = self.learn
@@ -290,11 +296,13 @@ class Agreement:
         step.dispatch.resume("after_batch")  # the other ranks have run it, and it may contain a collective
         self._leave_if_all_do(NEXT_BATCH)
 
+    @collective
     def _leave_if_all_do(self, point: int) -> None:
         """Leave at once, as one process would, if all ranks have a reason to leave before they reach this point."""
         if self.pending is not None and self.left_batch.step.all_skip(point):
             self.vote()
 
+    @collective
     def end_batches(self) -> None:
         """Vote after the last batch, whose flags no later step may have read; every rank must reach this."""
         if self.learn.training:
@@ -329,6 +337,7 @@ class RankDispatch(Dispatch):
                 table[event] = [(None, self.agreement.watch.check, f"{event}/".encode())]
         return table
 
+    @collective
     def fire(self, event: str) -> None:
         """Call the hooks of an event, and vote after an event outside the batches."""
         if event in INNER_EVENTS:

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from learnerkit import distributed, optim
 from learnerkit.callback import is_ours
 from learnerkit.gradient_mean import StepGradient
+from learnerkit.marks import collective
 from learnerkit.parallel.deferred import Deferred
 from learnerkit.parallel.model_checks import buffer_marks, check_parts, check_shardable, rank_norms, synchronised
 from learnerkit.parallel.rank_step import Overlapped, RankStep
@@ -73,6 +74,7 @@ class Averager:
                 " (errors.html#unused-parameters)"
             )
 
+    @collective
     def begin(self) -> None:
         """Begin training, perhaps of another model than before; every rank must reach this."""
         step, learn = self.step, self.learn
@@ -93,6 +95,7 @@ class Averager:
             self._prepare(named)
         step.start()
 
+    @collective
     def _prepare(self, named: dict[str, nn.Parameter]) -> None:
         """Prepare the training of a model; every rank must reach this.
 
@@ -128,6 +131,7 @@ class Averager:
         heard = [heard for event in _LATER for heard in self.learn._dispatch.table[event]]
         return bool(self._own) or any(not (is_ours(hook) or other.rank0_only) for other, hook, *_ in heard)
 
+    @collective
     def _take_shards(self, named: dict[str, nn.Parameter]) -> None:
         """Train on shards of the model, and divide the model if it is whole; every rank must reach this."""
         # The import is here because torch's part of it takes half a second.
@@ -143,6 +147,7 @@ class Averager:
         if own:
             self.cb.ends.callback(self._tell_silent, way)
 
+    @collective
     def _settle_shards(self, unused: list[str] | None) -> bool | None:
         """Return whether the loss may leave parameters out; `None`: no rank had data. Every rank must reach this.
 
@@ -182,6 +187,7 @@ class Averager:
     def _tell_unused(self, unused: Iterable[str]) -> None:
         self.cb.tell_once(f"find_unused_parameters=True was chosen: the loss does not depend on {first_few(unused)}")
 
+    @collective
     def _settle(self, first: tuple[list[str], list[str]] | None) -> bool:
         """Choose how gradients are averaged from the first batch of all ranks; every rank must reach this.
 
@@ -249,6 +255,7 @@ class Averager:
                         " (errors.html#unused-parameters)"
                     )
 
+    @collective
     def _take(self, way: StepGradient) -> StepGradient:
         """Average gradients in the given way from the next backward pass on; every rank must reach this."""
         if self.learn._gradient is not None:
@@ -257,6 +264,7 @@ class Averager:
         self.cb.ends.callback(way.detach)
         return way
 
+    @collective
     def _give_up(self) -> StepGradient:
         """Average after the backward pass from here on, because parameters were frozen or unfrozen."""
         self._say_deferred("parameters were frozen or unfrozen during an epoch")

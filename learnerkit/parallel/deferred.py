@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from learnerkit import distributed
+from learnerkit.marks import collective
 from learnerkit.torch_internals import remove_hooks
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class Deferred:
         self.step, self.mean = step, step.mean
         self.own, self._settle = own, settle
 
+    @collective
     def backward(self) -> None:
         """Compute the gradients of the weighted loss; a batch that counts nothing has none."""
         step, learn = self.step, self.step.learn
@@ -66,6 +68,7 @@ class Deferred:
             reasons.append("gradients come in pieces, as those of a checkpoint with use_reentrant=True")
         return [name for name, p in params.items() if p not in found], reasons
 
+    @collective
     def _finish(self) -> None:
         """Average the gradients of a step that is due, except those that are already averaged."""
         step, factor = self.step, 1.0

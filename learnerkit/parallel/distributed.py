@@ -18,6 +18,7 @@ from learnerkit.data.batches import loader_len, map_batch, on_host, tensors_in
 from learnerkit.data.order import states_at_start
 from learnerkit.large.mapped import check_values
 from learnerkit.large.units import units
+from learnerkit.marks import collective
 from learnerkit.parallel.agreement import Agreement, RankDispatch
 from learnerkit.parallel.averager import Averager
 from learnerkit.parallel.left_batch import LeftBatch, StandIn
@@ -155,6 +156,7 @@ class DistributedCallback(Callback):
 
     # A fit
 
+    @collective
     def before_fit(self) -> None:
         learn, agreement = self.learn, self.learn._agreement
         if agreement is None:  # there is one process
@@ -175,6 +177,7 @@ class DistributedCallback(Callback):
                 self.ends.enter_context(learn.added_cbs(parts))
             distributed.spread_seeds()
 
+    @collective
     def _compare(self) -> None:
         """Refuse a fit that differs between ranks, and give all of them rank 0's optimizer state and sample order."""
         learn = self.learn
@@ -206,6 +209,7 @@ class DistributedCallback(Callback):
         if (position := learn._position) is not None:
             position.order = distributed.broadcast(position.order)
 
+    @collective
     def take_model(self) -> None:
         """Repair a model that a failed run has left divided, and divide one that is too large to be whole.
 
@@ -229,6 +233,7 @@ class DistributedCallback(Callback):
         if learn.mapped is not None:
             self.divide()
 
+    @collective
     def divide(self) -> "Shards":
         """Divide the model among the ranks, if it is whole; every rank must reach this."""
         # The import is here because torch's part of it takes half a second.
@@ -265,11 +270,13 @@ class DistributedCallback(Callback):
     # Training and evaluation: an evaluation has no collectives in the forward pass, and may take place in the middle of
     # training; the run itself restores its loader.
 
+    @collective
     def before_train(self) -> None:
         if self._averager is not None:
             self._averager.begin()
             self._share_out(self._averager.step)
 
+    @collective
     def before_validate(self) -> None:
         if distributed.world_size() > 1:
             self._share_out(None)
@@ -279,6 +286,7 @@ class DistributedCallback(Callback):
         if self.learn.shards is not None:
             self.learn.shards.end_votes()
 
+    @collective
     def _send_buffers(self) -> None:
         """Send rank 0's buffers to every rank; every rank must reach this."""
         if self._averager is not None:
@@ -286,6 +294,7 @@ class DistributedCallback(Callback):
 
     after_train = _send_buffers
 
+    @collective
     def _share_out(self, step: RankStep | None) -> None:
         """Replace the learner's loader by one that reads this rank's share.
 
@@ -332,6 +341,7 @@ class _MakeWhole(Callback):
     order = 16  # after EMA and SWA, whose averages are sharded, too; before all that saves or loads files
     run_valid = False
 
+    @collective
     def after_fit(self) -> None:
         if (agreement := self.learn._agreement) is not None:
             with distributed.grouped_collectives():
@@ -359,6 +369,7 @@ def warn_outside_context(learn: "Learner") -> None:
         )
 
 
+@collective
 def agreement_for(learn: "Learner", what: str) -> AbstractContextManager:
     """Return the context of an `Agreement` for the call `what`; a null context on one process or inside a run."""
     member = member_of(learn.cbs)
@@ -368,6 +379,7 @@ def agreement_for(learn: "Learner", what: str) -> AbstractContextManager:
 
 
 @contextmanager
+@collective
 def _together(learn: "Learner", member: DistributedCallback, what: str) -> Iterator[None]:
     with Agreement(learn).run(what, member.timeout):
         member.take_model()

@@ -6,6 +6,7 @@ from itertools import chain
 from learnerkit import distributed
 from learnerkit.arguments import check_count
 from learnerkit.callback import Callback
+from learnerkit.marks import collective
 from learnerkit.run_state import CALLBACK, state_table
 from learnerkit.text import first_few
 
@@ -44,11 +45,13 @@ class DriftCheck(Callback):
     def before_fit(self) -> None:
         self._steps = 0
 
+    @collective
     def after_step(self) -> None:
         self._steps += 1
         if self._steps % self.every == 0:
             self._check()
 
+    @collective
     def _check(self) -> None:
         learn = self.learn
         if learn.n_ranks == 1:

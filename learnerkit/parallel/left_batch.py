@@ -10,6 +10,7 @@ from learnerkit.callback import Callback
 from learnerkit.events import CancelException
 from learnerkit.gradient_mean import StepGradient, counts_something
 from learnerkit.losses import output_of, pass_kept
+from learnerkit.marks import collective
 from learnerkit.parallel.agreement import STEP
 from learnerkit.parallel.loaders import first_rows
 from learnerkit.parallel.model_checks import rank_norms
@@ -73,6 +74,7 @@ class LeftBatch(Callback):
             self._take_sample()
             learn._forward()
 
+    @collective
     def finish_batch(self) -> None:
         """Join, with weight 0, the collectives of this batch in which this rank has not taken part."""
         learn, step = self.learn, self.step
@@ -111,6 +113,7 @@ class LeftBatch(Callback):
         if learn.step_due and not (step.kept or float(step.mean.counted)):
             learn._zero_grad()
 
+    @collective
     def step_unless_all_skip(self) -> None:
         """Take the optimizer step that this rank would have skipped, unless all ranks skip it."""
         step, dispatch = self.step, self.step.dispatch

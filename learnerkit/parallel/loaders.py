@@ -18,6 +18,7 @@ from learnerkit.data.iterable import LoaderView, read_on, say_read_forward, sour
 from learnerkit.data.order import has_state, samplers_of, with_batches
 from learnerkit.data.stream import replaced_sampler, same_stream, split_evenly
 from learnerkit.distributed import seeds
+from learnerkit.marks import collective
 from learnerkit.text import first_few
 from learnerkit.utils import digests, itself, library_of, warn
 
@@ -241,9 +242,11 @@ class RankStreamLoader(RankLoader):
             raise TypeError(f"{type(self.loader.dataset).__name__} has no length")
         return self.steps
 
+    @collective
     def __iter__(self) -> Iterator:
         return self._alone() if self.rank_step is None else self._together(self.rank_step)
 
+    @collective
     def _alone(self) -> Iterator:
         pieces = self._pieces()
         first = next(pieces, _NOTHING)  # the first piece
@@ -283,6 +286,7 @@ class RankStreamLoader(RankLoader):
             self.stream = None if self.source is None else seeds.seed_states()
             yield batch
 
+    @collective
     def _compare(self, first: Any) -> list[bool]:
         """Return for each rank if it has data, and warn if some ranks have the same; every rank must reach this."""
         mine = None if first is None else digests(tensors_in(first)) if self.sharded else []
@@ -301,6 +305,7 @@ class RankStreamLoader(RankLoader):
         self.share = piece._replace(place=step * distributed.world_size() + distributed.rank(), batch=None)
         return first_rows(self.sample, self.dims, 0) if piece.size == 0 else piece.batch
 
+    @collective
     def _together(self, rank_step: "RankStep") -> Iterator:
         pieces, step = self._pieces(), self._first
         piece = next(pieces, _NOTHING)
@@ -330,6 +335,7 @@ class RankStreamLoader(RankLoader):
             deque(pieces, 0)  # the rest of the last step is read so that the next epoch begins alike on all ranks
         self._tell(step, piece.batch is not None)
 
+    @collective
     def _tell(self, step: int, has_more: bool) -> None:
         left = distributed.all_gather(has_more)
         if any(left) and distributed.is_main():

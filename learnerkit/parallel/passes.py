@@ -9,6 +9,7 @@ from torch import Tensor
 
 from learnerkit import distributed
 from learnerkit.gradient_mean import scale_gradients
+from learnerkit.marks import collective, not_collective
 from learnerkit.shards import is_shard
 from learnerkit.torch_internals import call_after_backward, remove_hooks
 
@@ -64,6 +65,7 @@ class Passes:
         # scale.
         return grad * self.step.weight(1.0) if self.is_open else None
 
+    @not_collective("it has `_average` called after the backward pass, of which each rank has one")
     def _note(self, p: Tensor) -> None:
         if self.is_open:
             self.averaged.pop(p, None)
@@ -71,6 +73,7 @@ class Passes:
                 self._running = True
                 call_after_backward(self._average)
 
+    @collective
     def weight(self) -> float:
         """Return the weight of this rank's batch among those of all; every rank must reach this."""
         step = self.step
@@ -78,10 +81,12 @@ class Passes:
             1.0 if step.mean.sums else distributed.reduce(float(step.count), "mean")
         )  # host-device syncs
 
+    @collective
     def _average(self) -> None:
         self._running = False
         self.average(1.0 if self.step.mean.sums else self.weight())
 
+    @collective
     def before_optimizer(self, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """Average the gradients in `p.grad`, and let a closure return the loss of all ranks.
 
@@ -98,6 +103,7 @@ class Passes:
         self._average()
         return None
 
+    @collective
     def _together(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return a closure that returns the loss of all ranks, so that they all continue alike."""
 
@@ -112,6 +118,7 @@ class Passes:
         return together
 
     @torch.no_grad()
+    @collective
     def average(self, factor: float, among: str = "") -> None:
         """Replace the gradients that are not averaged by their mean over the ranks; every rank must reach this.
 

@@ -12,6 +12,7 @@ from learnerkit import distributed
 from learnerkit.gradient_mean import GradientMean, StepGradient, counts_something, host_count, scale_gradients
 from learnerkit.host_scalars import HostCopy
 from learnerkit.losses import output_of
+from learnerkit.marks import collective
 from learnerkit.parallel.agreement import AFTER_BATCH, NEXT_BATCH, STEP, TOLD, Agreement, RankDispatch
 from learnerkit.parallel.passes import Passes
 from learnerkit.text import first_few
@@ -109,6 +110,7 @@ class RankStep:
         if self.passes.watches:
             self.passes.close()
 
+    @collective
     def before_batch(self) -> None:
         """Prepare the batch, after the callbacks that may still change it: the hook of `before_batch`."""
         self.kept = self._are_kept()
@@ -117,6 +119,7 @@ class RankStep:
         if self.sends is not None and not self.mean.begun:
             distributed.broadcast_into(list(self.sends.buffers()), among="gradients")
 
+    @collective
     def take_count(self) -> bool:
         """Add the batch's count to the step, and tell whether it may be other than 0."""
         learn, mean = self.learn, self.mean
@@ -138,6 +141,7 @@ class RankStep:
             weighting.share(learn)
         return counts_something(self.count)
 
+    @collective
     def weigh(self) -> bool:
         """Add the batch's count to the step, weigh its loss by it, and tell whether the count may be other than 0."""
         learn, mean = self.learn, self.mean
@@ -212,6 +216,7 @@ class RankStep:
         """Record that this rank's optimizer has stepped."""
         self.stepped = True
 
+    @collective
     def count_ranks(self, with_data: bool) -> int:
         """Return the number of ranks that have data for another batch; every rank must reach this.
 
@@ -276,6 +281,7 @@ class Overlapped:
         elif comm_hook is not None:
             self.ddp.register_comm_hook(group, getattr(default_hooks, f"{comm_hook}_compress_hook"))
 
+    @collective
     def backward(self) -> None:
         """Compute the gradients of the weighted loss; those of a batch that counts nothing are zeros."""
         step, learn = self.step, self.step.learn

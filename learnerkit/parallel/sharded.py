@@ -13,6 +13,7 @@ from torch.optim import Adam
 
 from learnerkit import distributed, optim
 from learnerkit.data.batches import map_batch, tensors_in
+from learnerkit.marks import collective
 from learnerkit.shards import gathered, is_shard, local, owners, put_parameter, rows_of
 from learnerkit.text import first_few, in_units
 from learnerkit.torch_internals import (
@@ -214,6 +215,7 @@ class Shards:
         """Return a context that counts the collectives of passes, so that a failed pass can be ended."""
         return CollectivesDone([*self.units, self.model])
 
+    @collective
     def restore(self, gather: bool = True) -> None:
         """Make the model whole, with its original parameters; with `gather` every rank must reach this.
 
@@ -242,6 +244,7 @@ class Shards:
                 state.update({name: whole(value) for name, value in state.items() if is_shard(value)})
             optim.exchange(opt, new)
 
+    @collective
     def renew(self) -> None:
         """Divide the model again in the same way, for a new process group; every rank must reach this.
 
@@ -285,6 +288,7 @@ class Shards:
         """The state of voting: True while ranks vote which unit is gathered next."""
         return self._n_voting > 0
 
+    @collective
     def begin_votes(self) -> None:
         """Let each rank run the model as often as it likes, until `end_votes`; every rank must reach this.
 
@@ -303,6 +307,7 @@ class Shards:
             for i, part in wanted
         ]
 
+    @collective
     def help(self, wanted: int = -1) -> None:
         """Gather the units that other ranks want, until this rank's unit is next, or no rank wants any.
 

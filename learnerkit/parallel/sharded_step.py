@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from learnerkit import distributed
 from learnerkit.data.batches import tensors_in
 from learnerkit.gradient_mean import zero_loss
+from learnerkit.marks import collective
 from learnerkit.parallel.sharded import Shards
 from learnerkit.shards import owners
 from learnerkit.text import first_few
@@ -48,6 +49,7 @@ class Sharded:
             far.
     """
 
+    @collective
     def __init__(
         self,
         step: "RankStep",
@@ -178,12 +180,14 @@ class Sharded:
                 " (errors.html#sharded)"
             )
 
+    @collective
     def _begin(self, *_: Any) -> None:
         if torch.is_grad_enabled() and not is_backward_pass():
             self.is_inside = True
             if self.compares and (self._votes or not self._settled) and not self.shards.voting:
                 self.shards.begin_votes()  # if ranks call different units, votes turn a hang into an error
 
+    @collective
     def _check_calls(self) -> None:
         """Refuse ranks that call different units: they may have gathered the rows of one unit for those of another."""
         everyone = distributed.all_gather(self._calls)
@@ -196,6 +200,7 @@ class Sharded:
                     " (errors.html#sharded)"
                 )
 
+    @collective
     def backward(self) -> None:
         """Compute the gradients of the weighted loss; those of a batch that counts nothing are zeros."""
         step, learn = self.step, self.step.learn
@@ -258,6 +263,7 @@ class Sharded:
             self._weight = None
             step.complete(vector / step.mean.ranks)
 
+    @collective
     def _make_own_passes(self) -> None:
         """Let the learner make its backward passes, whose gradients are weighed; every rank must reach this."""
         step = self.step
@@ -297,6 +303,7 @@ class Sharded:
         left = self._unused(loss)
         return loss + zero_loss([self._gathered[name] for name in left]) if left else loss
 
+    @collective
     def _share_use(self) -> None:
         """Remove gradients that no rank has in this step; every rank must reach this. A host-device sync."""
         params, taken = self.step.params, self._used | self._before
@@ -310,6 +317,7 @@ class Sharded:
         for name in self._left_out:
             params[name].grad = None
 
+    @collective
     def _average_replicated(self) -> None:
         """Average the gradients of the parameters that every rank has whole; every rank must reach this."""
         trained = [p for name, p in self._replicated.items() if name not in self._left_out]

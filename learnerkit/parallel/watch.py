@@ -29,6 +29,7 @@ from learnerkit import distributed
 from learnerkit.distributed import PeerError, collectives, meeting
 from learnerkit.endings import Ending, where
 from learnerkit.host_scalars import HostCopy
+from learnerkit.marks import collective
 from learnerkit.processes.heartbeat import Heartbeat
 from learnerkit.processes.sockets import open_sockets
 from learnerkit.torch_internals import abort_nccl, frame_of_thread, waits_for_ranks
@@ -69,6 +70,7 @@ class Watch:
         self._main = threading.get_ident()
         self._over = threading.Event()
 
+    @collective
     def __enter__(self) -> "Watch":
         """Meet the other ranks, and start the threads; every rank must reach this.
 

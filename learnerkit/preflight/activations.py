@@ -9,6 +9,7 @@ from learnerkit.callbacks.recomputing import ActivationCheckpointing
 from learnerkit.data.batches import tensors_in
 from learnerkit.inspection.summary import bytes_beside, counting_kept
 from learnerkit.inspection.undoing import predict, trial
+from learnerkit.marks import collective
 from learnerkit.parallel import will_shard
 from learnerkit.preflight.report import OK, Finding
 from learnerkit.text import in_units
@@ -21,6 +22,7 @@ _RUNS = 4
 """The fastest of these counts; the first one is slower."""
 
 
+@collective
 def judge_activations(learn: "Learner", batch: Any) -> list[Finding]:
     """Measure on a training batch what ActivationCheckpointing saves and costs, or what a sharded model keeps.
 
@@ -46,6 +48,7 @@ def judge_activations(learn: "Learner", batch: Any) -> list[Finding]:
     return [Finding(OK, f"{text} instead of {in_units(whole)}; it takes {longer:.0%} more time than to keep them")]
 
 
+@collective
 def _kept(learn: "Learner", batch: Any) -> int:
     """The bytes that a batch keeps; the forward pass of each rank gathers what it needs."""
     model, shards, found = unwrap(learn.model), learn.shards, 0

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from learnerkit import distributed
+from learnerkit.marks import collective
 from learnerkit.preflight.facts import Board, Facts, Judge, places
 from learnerkit.preflight.report import HINT, OK, WRONG, Finding
 from learnerkit.text import in_one_line, in_units
@@ -60,6 +61,7 @@ def judge_files(everyone: list[Facts]) -> list[Finding]:
     return [Finding(HINT, f"what rank 0 writes to {files['folder']} is not seen by {places(blind)}", advice)]
 
 
+@collective
 def connect(board: Board) -> Facts:
     """Make the process group as a run would."""
     distributed.join(timeout=60.0)  # torch's own limit must come after the board's: NCCL's aborts the process
@@ -74,6 +76,7 @@ def judge_backend(everyone: list[Facts]) -> list[Finding]:
     return [Finding(OK, ", ".join(f"{libraries[d]} for {d}" for d in used if d in libraries) + "; all are connected")]
 
 
+@collective
 def compare_clocks(board: Board) -> Facts:
     """Measure on rank 0 by how many seconds the clock of each rank is ahead of its own.
 
@@ -109,6 +112,7 @@ def judge_clocks(everyone: list[Facts]) -> list[Finding]:
     return [Finding(HINT, text, advice)]
 
 
+@collective
 def measure_all_reduce(board: Board) -> Facts:
     """Measure the seconds of an all-reduce of three sizes in bytes (the median of five), and check its sums."""
     device, found, right = distributed.default_device(), [], True

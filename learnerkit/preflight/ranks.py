@@ -29,6 +29,7 @@ from learnerkit.distributed import seeds
 from learnerkit.endings import ExceptionReport
 from learnerkit.events import CancelFitException
 from learnerkit.losses import UNKNOWN_COUNT, doubtful_count, loss_sums
+from learnerkit.marks import collective, not_collective
 from learnerkit.metrics import DEPENDS_ON_CUT
 from learnerkit.parallel.data_parallel import DataParallelCallback
 from learnerkit.parallel.distributed import DistributedCallback
@@ -49,6 +50,7 @@ DOUBLE = 1e-10
 """The largest share that rounding in float64 alone makes up; more is that of float32."""
 
 
+@not_collective("the ranks are forks of this process")
 def check_distributed(learn: "Learner", n: int = 2, steps: int = 5, timeout: float = 120.0, **kwargs: Any) -> bool:
     """Train a few steps on `n` CPU processes and on one, compare the two, and print a report. Needs no GPU.
 
@@ -146,6 +148,7 @@ def _on_host(learn: "Learner") -> tuple[list[tuple[Tensor, Tensor]], dict[str, A
 _Join = Callable[[Path], None] | None  # makes the process a rank, with the store in that folder
 
 
+@collective
 def _run(
     learn: "Learner",
     tensors: list[tuple[Tensor, Tensor]],
@@ -207,6 +210,7 @@ def _run(
     }
 
 
+@collective
 def _join(learn: "Learner", callback: DistributedCallback, wait: timedelta, n: int, rank: int, folder: Path) -> None:
     join_forks(folder, rank, n, wait)
     learn.add_cb(callback)

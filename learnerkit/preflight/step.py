@@ -19,6 +19,7 @@ from learnerkit.distributed import PeerError
 from learnerkit.endings import ending_of
 from learnerkit.events import CancelFitException, CancelValidException
 from learnerkit.inspection.undoing import trial
+from learnerkit.marks import collective, not_collective
 from learnerkit.metrics import make_meters
 from learnerkit.preflight.activations import judge_activations
 from learnerkit.preflight.memory import bytes_of, judge_memory, judge_shards
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from learnerkit.learner import Learner
 
 
+@collective
 def check(learn: "Learner", memory: str | int | None = None) -> bool:
     """Do what `Learner.check` says. Every rank must reach this, and it waits for the device.
 
@@ -118,6 +120,7 @@ class StepCheck(Callback):
     order = 1000  # after all others, to see what they have changed
     reads_predictions = True  # in training too: DataParallelCallback gathers them
 
+    @not_collective("it only hands on what every rank calls after a backward pass")
     def __init__(self, memory: str | int | None = None) -> None:
         super().__init__()
         self._memory = memory
@@ -194,15 +197,18 @@ class StepCheck(Callback):
     def _note_rates(self, first: Callback) -> None:
         self.rates, self.stage = _rates(first.learn.opts, "initial_lr"), "inputs"
 
+    @collective
     def _note_gradients(self, first: Callback) -> None:
         self._made = {name for name, p in self._named if p.grad is not None and bool(_values(p.grad).any())}
 
+    @collective
     def before_step(self) -> None:
         self._judge_gradients()
         # Copies on the host, so that the device's memory holds what it would without.
         moving = _should_move(self._named, self.learn.opts, self.rates)
         self._before = {name: gathered(p.detach()).to("cpu", copy=True) for name, p in moving}
 
+    @collective
     def after_step(self) -> None:
         if self._before is not None:  # the step was not cancelled
             now = dict(self._named)
@@ -211,6 +217,7 @@ class StepCheck(Callback):
             self.found["optimizer"] += judge_optimizer(self._named, stuck, self.learn.opts)
         self.found["memory"] += judge_shards(self.learn, self._memory)
 
+    @collective
     def after_cancel_step(self) -> None:
         if self.stage != "optimizer":  # cancelled before this callback's before_step
             self._judge_gradients()
@@ -220,6 +227,7 @@ class StepCheck(Callback):
             *(f for f in judge_optimizer(self._named, [], self.learn.opts) if f.mark == WRONG),
         ]
 
+    @collective
     def _judge_gradients(self) -> None:
         learn, self.stage = self.learn, "optimizer"
         held = [value for cb in learn.cbs for value in vars(cb).values()]
@@ -416,6 +424,7 @@ def _rows(rows: slice, size: int, t: Tensor) -> Tensor:
     return t[rows] if t.ndim and len(t) == size else t
 
 
+@collective
 def judge_gradients(
     named: list[tuple[str, nn.Parameter]], scaled: bool, own_loop: bool, made: Collection[str] = ()
 ) -> list[Finding]:
@@ -474,6 +483,7 @@ def _rates(opts: list, name: str = "lr") -> dict[int, float]:
     return {id(p): float(g.get(name, g.get("lr", 1.0))) for g in groups for p in g["params"]}
 
 
+@collective
 def _should_move(
     named: list[tuple[str, nn.Parameter]], opts: list, before: Mapping[int, float]
 ) -> Iterator[tuple[str, nn.Parameter]]:
@@ -492,6 +502,7 @@ def _should_move(
             yield name, p
 
 
+@not_collective("`sharded=False` asks no other rank")
 def judge_metrics(learn: "Learner") -> list[Finding]:
     """Compute each metric on the present batch, on this rank alone: no other rank waits for one that fails."""
     try:
@@ -520,6 +531,7 @@ def _type_name(dtype: torch.dtype | torch.layout) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+@collective
 def _values(t: Tensor) -> Tensor:
     """Return the numbers that a tensor stores; of a shard those of all ranks, and every rank must reach this."""
     t = gathered(t.detach())
@@ -528,11 +540,13 @@ def _values(t: Tensor) -> Tensor:
     return t.coalesce().values() if t.is_sparse else t.values()
 
 
+@collective
 def _is_finite(t: Tensor) -> bool:
     values = _values(t)
     return not values.is_floating_point() or bool(values.isfinite().all())
 
 
+@not_collective("batches and predictions are no shards")
 def _not_finite(tensors: list[Tensor], source: str) -> list[Finding]:
     """A problem for each tensor with values that are not finite, which come from `source`."""
     found = [(_about(t), int((~_values(t).isfinite()).sum()), t.numel()) for t in tensors if not _is_finite(t)]
@@ -546,6 +560,7 @@ def _looks_like_pixels(t: Tensor) -> bool:
     return bool(t.min() >= 0) and 128 < float(t.max()) <= 255
 
 
+@not_collective("what it is asked about is no shard")
 def _about(t: Tensor) -> str:
     """A tensor's type, shape, device and range."""
     sparse = "" if t.layout is torch.strided else f" {_type_name(t.layout)}"

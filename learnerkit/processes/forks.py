@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from learnerkit.endings import Ending, ExceptionReport, ending_of
 from learnerkit.files import save_whole
+from learnerkit.marks import collective
 from learnerkit.processes.ends import kill_group
 from learnerkit.processes.machine import LOOPBACK, LOOPBACK_INTERFACE
 from learnerkit.processes.rank_main import user_traceback
@@ -112,6 +113,7 @@ def _end_with_parent() -> None:
     kill_group(0)  # this process's own group
 
 
+@collective
 def join_forks(folder: Path, rank: int, n: int, wait: timedelta) -> None:
     """Make a fork one of `n` ranks on the CPU; every such fork must reach this.
 

@@ -23,6 +23,7 @@ from learnerkit.data.lengths import LengthBatches
 from learnerkit.data.order import keep_seeds, with_batches
 from learnerkit.explain import is_out_of_memory
 from learnerkit.inspection.undoing import state_tensors
+from learnerkit.marks import collective, not_collective
 from learnerkit.parallel.distributed import DistributedCallback, member_of
 from learnerkit.parallel.model_checks import rank_norms
 from learnerkit.scaling.rate import plain_rates, ranks_of, step_of
@@ -84,6 +85,7 @@ class BatchSize:
         return text
 
 
+@collective
 def find_batch_size(learn: "Learner", share: float = 0.9, bs: int | None = None) -> BatchSize:
     """Do what `Learner.find_batch_size` says; every rank must reach this."""
     arguments.check_fit(learn, n_epoch=None, n_steps=STEPS, who="find_batch_size")
@@ -124,6 +126,7 @@ class _Search:
         self._limit = self._wanted = 0
         self._rates: list[tuple[float, Callable[[float], float]]] | None = None
 
+    @collective
     def run(self) -> BatchSize:
         """Find the largest size: double, then bisect."""
         agreed = _on_all_ranks(self._prepare)
@@ -171,6 +174,7 @@ class _Search:
         self._limit = int(self.share * memory_of(dls.device))
         return min(start, most), most, self._limit
 
+    @collective
     def _fits(self, size: int) -> bool:
         "Tell whether batches of this size fit on all ranks; every rank must reach this."
         ranks = _on_all_ranks(partial(self._try, size))
@@ -204,6 +208,7 @@ class _Search:
         peak = beside + (torch.cuda.max_memory_reserved(device) if live is None else live.peak)
         return peak, out, not out and peak <= self._limit
 
+    @not_collective("it trains in `distributed.alone()`")
     def _train(self, size: int, live: LiveBytes | None) -> None:
         "Take some steps, and validate, in this process alone; restore everything at the end."
         learn, accumulates = self.learn, self._n_batches(size) > 1
@@ -241,6 +246,7 @@ class _Search:
             valid = valid.batches(min(-(-size * valid.size // self.train.size), valid.n), 1)
         return [self.train.batches(size, n), valid, *self.learn.dls.loaders[2:]]
 
+    @collective
     def _result(self, size: int, limit: int) -> BatchSize:
         learn, ranks, n = self.learn, self.ranks, None
         cbs: list[Callback] = []
@@ -353,6 +359,7 @@ def _held(learn: "Learner") -> Iterator[Tensor]:
     yield from state_tensors(learn.opts)
 
 
+@collective
 def _on_all_ranks(call: Callable[[], _T]) -> list[_T]:
     """Return what `call()` gives on each rank; an error on one is an error on all. Every rank must reach this."""
     found: Any = None

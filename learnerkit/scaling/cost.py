@@ -11,6 +11,7 @@ import torch
 
 from learnerkit import distributed
 from learnerkit.endings import ExceptionReport
+from learnerkit.marks import collective, not_collective
 from learnerkit.parallel.data_parallel import DataParallelCallback
 from learnerkit.parallel.distributed import DistributedCallback, member_of
 from learnerkit.processes.forks import cause, join_forks, run_in_forks
@@ -95,6 +96,7 @@ def cost_of_one(learn: "Learner", step: Pace, backward: float) -> StepCost:
     return StepCost(1, 1, seconds, seconds, seconds, None, step.samples, _sent(learn), None, -backward)
 
 
+@collective
 def cost_on_ranks(learn: "Learner", step: Pace, offline: float, alone: Pace | None, single: Pace | None) -> StepCost:
     """Measure the link of these ranks, and the seconds of a step that it does not explain; every rank must reach this.
 
@@ -121,6 +123,7 @@ def cost_on_ranks(learn: "Learner", step: Pace, offline: float, alone: Pace | No
     )
 
 
+@not_collective("the ranks are forks of this process")
 def cost_in_forks(learn: "Learner", n_steps: int, step: Pace, timeout: float = 120.0) -> StepCost:
     """Measure the cost of a step on two ranks, by two forks of this process that train together on the CPU.
 
@@ -141,6 +144,7 @@ def cost_in_forks(learn: "Learner", n_steps: int, step: Pace, timeout: float = 1
     return StepCost.from_json(found[0])._replace(single=step.seconds)
 
 
+@collective
 def _measure_as_rank(learn: "Learner", n_steps: int, timeout: float, rank: int, folder: Path) -> dict[str, Any]:
     join_forks(folder, rank, 2, timedelta(seconds=timeout))
     learn.remove_cbs([cb for cb in learn.cbs if isinstance(cb, DataParallelCallback)])

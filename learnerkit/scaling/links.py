@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from learnerkit import distributed
+from learnerkit.marks import collective
 
 SIZES = (1 << 10, 1 << 18, 1 << 23)
 """Bytes of the all-reduces that are timed, unless others are asked for."""
@@ -133,6 +134,7 @@ def ddp_buckets(gradients: Iterable[int], cap_mb: float | None = None) -> list[i
 # The measurement
 
 
+@collective
 def measure_link(device: torch.device, sizes: Sequence[int] = SIZES) -> Link:
     """Measure the link of this group, as DDP averages the gradients; every rank must reach this.
 

@@ -12,6 +12,7 @@ from torch import nn
 from learnerkit import arguments, distributed, parallel
 from learnerkit.callbacks.accumulation import GradientAccumulation
 from learnerkit.data.loaders import DataLoaders
+from learnerkit.marks import collective
 from learnerkit.parallel.distributed import member_of
 from learnerkit.processes.machine import usable_cores
 from learnerkit.scaling.cost import cost_in_forks, cost_of_one, cost_on_ranks
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from learnerkit.learner import Learner
 
 
+@collective
 def scaling_report(
     learn: "Learner", n_steps: int = 20, *, advice: bool = True, forecast: bool = True, seconds: float = 120.0,
     show: bool = True,
@@ -82,6 +84,7 @@ class Making:
         self._base: list[Pace] = []
         self._alone: Pace | None = None
 
+    @collective
     def run(self, advice: bool) -> ScalingReport:
         report = self.measure_parts()
         self.run_without(report)
@@ -89,6 +92,7 @@ class Making:
             self.try_advice(report)
         return report
 
+    @collective
     def measure_parts(self) -> ScalingReport:
         """Measure the parts of steps, and the pace of steps that are not divided into parts."""
         learn = self.learn
@@ -123,12 +127,14 @@ class Making:
         kinds = (BatchNorm if converts else nn.SyncBatchNorm,)
         return any(isinstance(module, kinds) for module in unwrap(learn.model).modules())
 
+    @collective
     def _timed_steps(self, quiet: bool = True) -> tuple[list[list[dict[str, float]]], list[float]]:
         "Time the parts of steps; return for each rank the parts of its steps, and the mean seconds of a step."
         watch = Stopwatch(self.learn, self.n_steps)
         run_trial(self.learn, watch, quiet=quiet)
         return distributed.all_gather(watch.parts), distributed.all_gather(sum(watch.seconds) / len(watch.seconds))
 
+    @collective
     def run_without(self, report: ScalingReport) -> None:
         """Time steps without the network, without input, and without both."""
         trials: dict[str, dict[str, bool]] = {"input": {"loader": False}}
@@ -149,6 +155,7 @@ class Making:
         member = member_of(self.learn.cbs)
         return self.ranks > 1 and member is not None and bool(member.shard)
 
+    @collective
     def run_alone(self, report: ScalingReport) -> None:
         """Run steps in one process alone: with the threads of a rank, and with all that it could have."""
         if self.learn.shards is not None:
@@ -165,6 +172,7 @@ class Making:
             if report.alone is None or alone.rate > report.alone[1] / report.alone[0]:
                 report.alone, report.threads = (alone.seconds, alone.samples), threads
 
+    @collective
     def measure_cost(self, report: ScalingReport) -> None:
         """Measure the cost from which steps on other numbers of ranks are forecast."""
         learn, step = self.learn, self._base[0]
@@ -186,6 +194,7 @@ class Making:
             except RuntimeError as error:
                 report.notes.append(f"no forecast, as two processes could not be tried: {error}")
 
+    @collective
     def try_advice(self, report: ScalingReport) -> None:
         """Try changes that may help, and note those that help twice, as once may be chance."""
         for what, change in self._advice(report):
@@ -212,6 +221,7 @@ class Making:
         "Return the best rate of the runs without a change, which a change must exceed."
         return max(found.rate for found in self._base)
 
+    @collective
     def _changed(self, change: Callable[[], tuple[AbstractContextManager, int]]) -> Pace:
         context, batches = change()
         with context:

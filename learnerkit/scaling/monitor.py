@@ -9,6 +9,7 @@ import torch
 from learnerkit import arguments, distributed
 from learnerkit.callback import Callback
 from learnerkit.data.iterable import LoaderView
+from learnerkit.marks import collective
 from learnerkit.scaling.parts import call_when_ready, watched
 
 
@@ -71,6 +72,7 @@ class ScalingMonitor(Callback):
         elif ready is not None:
             self._pairs.append((ready, self._stamp()))
 
+    @collective
     def after_batch(self) -> None:
         learn = self.learn
         self._samples += learn.batch_size
@@ -78,11 +80,13 @@ class ScalingMonitor(Callback):
         if self._steps >= self.every:
             self._exchange()
 
+    @collective
     def after_train(self) -> None:
         if self._steps:
             self._exchange()
         self.learn.log_metric("slowest_rank", float(self._busy.argmax()))
 
+    @collective
     def _exchange(self) -> None:
         """Log what all ranks have measured; every rank must reach this."""
         seconds = perf_counter() - self._since

@@ -18,6 +18,7 @@ from learnerkit.gradient_mean import host_count
 from learnerkit.host_scalars import HostScalars
 from learnerkit.inspection.undoing import trial
 from learnerkit.losses import batch_count, loss_sums
+from learnerkit.marks import collective, not_collective
 from learnerkit.parallel.distributed import member_of
 from learnerkit.shards import local, total_norm
 from learnerkit.torch_internals import BatchNorm, remove_hooks
@@ -206,6 +207,7 @@ class GradientNoiseScale(Callback):
         gradient = self.learn._gradient
         return gradient is not None and gradient.mean.begun
 
+    @not_collective("it looks at this rank's rows alone")
     def _listen(self) -> None:
         """Register hooks that note the norms of the gradients in the backward pass that follows."""
         learn = self.learn
@@ -230,6 +232,7 @@ class GradientNoiseScale(Callback):
             )
         self._norms[number] = torch.linalg.vector_norm(_readable(grad))
 
+    @collective
     def after_backward(self) -> None:
         if self._row is None:
             return
@@ -259,6 +262,7 @@ class GradientNoiseScale(Callback):
         row["parts"] = row["parts"] + (count > 0)
         row["taken"] = row["counted"] = row["counted"] + count
 
+    @collective
     def _take_whole(self) -> None:
         """Add the gradient of the whole step to its row, and end the row."""
         learn, row = self.learn, self._row
@@ -289,6 +293,7 @@ class GradientNoiseScale(Callback):
 
     # One process without accumulation
 
+    @not_collective("it is for one process")
     def _cut_batch(self) -> None:
         """Measure the spread of the gradients of two quarters of the batch, and leave no other trace."""
         learn, row = self.learn, self._row
@@ -352,10 +357,12 @@ class GradientNoiseScale(Callback):
 
     # Summing up
 
+    @collective
     def after_epoch(self) -> None:
         self._estimate()
         self.learn.log_metric("noise_scale", self.value)
 
+    @collective
     def _estimate(self) -> None:
         """Update the estimate from the measurements of all ranks; every rank must reach this. A host-device sync."""
         self._close()
@@ -370,6 +377,7 @@ class GradientNoiseScale(Callback):
             self._rows += known
             self.value, self.error = estimate(self._rows[-max(len(known), _LEAST) :])
 
+    @collective
     def after_fit(self) -> None:
         self._estimate()  # The last epoch may have been cancelled.
         self.learn.say(self._sentence())
@@ -440,6 +448,7 @@ def _readable(grad: Tensor) -> Tensor:
 
 
 @torch.no_grad()
+@collective
 def _square(grads: Iterable[Tensor]) -> Tensor:
     """Return the squared norm of several tensors together; if they are shards, every rank must reach this."""
     return total_norm([_readable(grad) for grad in grads], 2.0).square()

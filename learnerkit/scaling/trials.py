@@ -16,6 +16,7 @@ from learnerkit.callbacks.debugging import OverfitBatch
 from learnerkit.callbacks.training import StepBudget
 from learnerkit.data.order import with_batches
 from learnerkit.events import CancelEpochException
+from learnerkit.marks import collective
 from learnerkit.parallel.distributed import DistributedCallback
 from learnerkit.scaling.parts import REDUCE, Clock, Stopwatch
 from learnerkit.text import in_one_line
@@ -49,6 +50,7 @@ class TrialSteps(StepBudget):
         raise CancelEpochException
 
 
+@collective
 def run_trial(
     learn: "Learner",
     clock: Clock,
@@ -88,6 +90,7 @@ def run_trial(
 
 
 @contextmanager
+@collective
 def trying(learn: "Learner", task: str, cbs: list[Callback], quiet: bool = True) -> Iterator[Callable[..., None]]:
     """Yield a function that trains for some steps, without a bar; restore everything at the end.
 
@@ -106,6 +109,7 @@ def trying(learn: "Learner", task: str, cbs: list[Callback], quiet: bool = True)
         yield stack.enter_context(learn._trying(task, cbs))
 
 
+@collective
 def pace(learn: "Learner", n_steps: int, **kwargs: Any) -> Pace:
     """Run a trial, and return the pace of all ranks; every rank must reach this."""
     clock = Clock(learn, n_steps)
@@ -114,6 +118,7 @@ def pace(learn: "Learner", n_steps: int, **kwargs: Any) -> Pace:
     return Pace(max(s / n for s, _, n in found), sum(samples / n for _, samples, n in found))
 
 
+@collective
 def pace_alone(learn: "Learner", n_steps: int, seconds: float, threads: int | None = None) -> Pace | str:
     """Run a trial in rank 0's process alone, without DDP; the others wait.
 
@@ -147,6 +152,7 @@ def pace_alone(learn: "Learner", n_steps: int, seconds: float, threads: int | No
     return answer
 
 
+@collective
 def attempt(run: Callable[[], Pace]) -> tuple[Pace | None, str]:
     """Return the pace of a trial, or why it could not be run on some rank; every rank must reach this."""
     found: Pace | None = None

@@ -6,6 +6,7 @@ from learnerkit import distributed
 from learnerkit.callback import Callback
 from learnerkit.callbacks.recorder import check_monitor, monitored
 from learnerkit.endings import mark
+from learnerkit.marks import collective
 from learnerkit.sweep.script import Trial, place
 
 
@@ -44,6 +45,7 @@ class Report(Callback):
     def before_fit(self) -> None:
         check_monitor(self.learn, self.metric)
 
+    @collective
     def after_epoch(self) -> None:
         value = monitored(self.learn, self.metric)
         if value is None or self.place is None:

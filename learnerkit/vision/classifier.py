@@ -19,6 +19,7 @@ from learnerkit import distributed
 from learnerkit.data.loaders import DataLoaders
 from learnerkit.data.weights import class_loss
 from learnerkit.learner import Learner
+from learnerkit.marks import collective
 from learnerkit.metrics import accuracy, mae
 from learnerkit.text import did_you_mean
 from learnerkit.utils import describe, listify, training_modes, unwrap
@@ -27,6 +28,7 @@ IMAGENET_STATS = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 """Mean and standard deviation of each channel over ImageNet, for images from 0 to 1."""
 
 
+@collective
 def vision_learner(
     dls: DataLoaders,
     model_fn: Callable[..., nn.Module] | str | nn.Module,
@@ -133,6 +135,7 @@ _GRID = 4
 """The side of the grid to which a head for points pools feature maps; one value for all would lose their place."""
 
 
+@collective
 def known_body(
     model_fn: Any, weights: Any, cut: Any, normalize: Any, n_in: int, pretrained: bool | None, model_kwargs: dict
 ) -> tuple[nn.Module, Tensor, "Normalize | None", bool]:
@@ -270,6 +273,7 @@ def _units(module: nn.Module, limit: float) -> Iterator[list[nn.Parameter]]:
 # The network
 
 
+@collective
 def _build(builder: Any, weights: Any, model_kwargs: dict, pretrained: bool | None) -> tuple[nn.Module, Any]:
     "Return the network, and the member of torchvision's enum for `weights`."
     builder = _named(builder) if isinstance(builder, str) else builder

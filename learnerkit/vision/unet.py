@@ -10,12 +10,14 @@ from torch.nn import functional as F
 
 from learnerkit.data.loaders import DataLoaders
 from learnerkit.learner import Learner
+from learnerkit.marks import collective
 from learnerkit.vision.classifier import count_classes, known_body, run_on_image, split_layers
 
 _LEAST_CHANNELS = 16
 """The least channels of a block of the decoder, however few the encoder has at its size."""
 
 
+@collective
 def unet_learner(
     dls: DataLoaders,
     model_fn: Callable[..., nn.Module] | str | nn.Module,
