@@ -414,7 +414,7 @@ class LossWeight:
 
     @collective
     def share(self, learn: "Learner") -> None:
-        """Weigh the parts of a rank's loss by the counts of all ranks; every rank must reach this.
+        """Weigh the parts of a rank's loss by the counts of all ranks.
 
         The gradient of the step is the mean over samples of the ranks' gradients. So the gradient of a part is
         multiplied by this rank's share of the part's count, divided by this rank's share of the samples.

@@ -124,7 +124,7 @@ def rows_for(named: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:
 
 @collective
 def total_norm(grads: Iterable[Tensor], norm_type: float) -> Tensor:
-    """Return the norm over some gradients, which may be shards; every rank must reach this.
+    """Return the norm over some gradients, which may be shards.
 
     It equals `torch.nn.utils.get_total_norm`, which cannot mix shards and whole tensors.
     """

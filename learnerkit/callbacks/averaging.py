@@ -357,7 +357,7 @@ class EMA(_Averaging):
 
     @collective
     def _give_buffers(self) -> None:
-        "Broadcast rank 0's average of the buffers, which differ between ranks; every rank must reach this."
+        "Broadcast rank 0's average of the buffers, which differ between ranks."
         if self.learn.n_ranks > 1 and not self._users:
             buffers = [self._average[name] for name, t in self._own.items() if not isinstance(t, nn.Parameter)]
             distributed.broadcast_into(buffers if self._average else [])
@@ -462,7 +462,7 @@ class SWA(_Averaging):
     @torch.no_grad()
     @collective
     def _take_statistics(self) -> None:
-        """Compute the statistics of BatchNorm with the mean of the weights; every rank must reach this."""
+        """Compute the statistics of BatchNorm with the mean of the weights."""
         learn, names = self.learn, {id(t): name for name, t in self._own.items()}
         norms = list(_tracking(learn.model))
         for t in (t for norm in norms for t in norm.buffers(recurse=False)):

@@ -272,7 +272,7 @@ class GradientClip(Callback):
 
     @collective
     def _norms_of_each(self, grads: list[Tensor]) -> list[Tensor]:
-        "The norm of each gradient; every rank must reach this."
+        "The norm of each gradient."
         norms, p = norms_of_each(list(map(local, grads)), self.norm_type), self.norm_type
         if shards := [i for i, grad in enumerate(grads) if is_shard(grad)]:
             row = torch.stack([norms[i] for i in shards])

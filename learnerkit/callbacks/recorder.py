@@ -519,7 +519,7 @@ class Recorder(Callback):
 
     @collective
     def _columns(self, validation: list[float]) -> list[float]:
-        """The values of a validation, without the loss if the model makes none; every rank must reach this."""
+        """The values of a validation, without the loss if the model makes none."""
         if not math.isnan(validation[0]):  # The values are equal on all ranks.
             return validation
         absent = int(self._valid.weighting.absent)

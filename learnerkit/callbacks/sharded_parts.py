@@ -83,7 +83,7 @@ class ShardedBatches(Batches):
 
     @collective
     def backward(self) -> None:
-        """Compute the gradients of the batch; every rank must reach this."""
+        """Compute the gradients of the batch."""
         learn, inner = self.learn, self._inner
         if not self._is_taken:
             inner.backward()
@@ -124,7 +124,7 @@ class ShardedBatches(Batches):
 
     @collective
     def _agreed(self, mine: int) -> int:
-        """Agree on the number of passes, and compute the values in as many parts; every rank must reach this."""
+        """Agree on the number of passes, and compute the values in as many parts."""
         last = 0
         while True:
             everyone = distributed.all_gather(mine, among="votes")
@@ -155,7 +155,7 @@ class ShardedBatches(Batches):
 
     @collective
     def _made(self, parts: int, ways: Any, due: bool, has_data: bool) -> bool:
-        """Run a pass for each part, and tell whether all ranks had the memory for it; every rank must reach this."""
+        """Run a pass for each part, and tell whether all ranks had the memory for it."""
         learn, inner = self.learn, self._inner
         for p in self.params:
             p.grad = None

@@ -220,7 +220,7 @@ class SaveModelCallback(TrackerCallback):
 
     @collective
     def _load_best(self, path: Path) -> None:
-        "Load a file that rank 0 has written; every rank must reach this."
+        "Load a file that rank 0 has written."
         versions = distributed.all_gather(_version(path)) if self.learn.n_ranks > 1 else []
         with ExitStack() as stack:
             if len(set(versions)) > 1:  # a machine does not have this file, or has an older one

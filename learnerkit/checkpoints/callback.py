@@ -181,7 +181,7 @@ class CheckpointCallback(StepCounter):
 
     @collective
     def _look(self) -> Checkpoint | None:
-        """Return the checkpoint from which this fit continues; every rank must reach this."""
+        """Return the checkpoint from which this fit continues."""
         fit = self.learn.n_fits
         found = self._newest()
         if found is None or found.info["fit"] < fit:
@@ -208,7 +208,7 @@ class CheckpointCallback(StepCounter):
 
     @collective
     def _newest(self) -> Checkpoint | None:
-        """Return the newest checkpoint of the run, searched for once; every rank must reach this."""
+        """Return the newest checkpoint of the run, searched for once."""
         if self._looked:
             return self._found
         used, launchers = distributed.broadcast(_is_used(self.path)), distributed.all_gather(_launcher())
@@ -250,7 +250,7 @@ class CheckpointCallback(StepCounter):
 
     @collective
     def _end_of(self, fit: int) -> Checkpoint | None:
-        """Return the checkpoint at the end of a fit; every rank must reach this."""
+        """Return the checkpoint at the end of a fit."""
         path = self.path / _ENDS / str(fit)
         try:
             return _newest_of(Storage(path)) if distributed.broadcast(path.is_dir()) else None
@@ -406,7 +406,7 @@ class CheckpointCallback(StepCounter):
 
     @collective
     def _save(self, place: str, now: Mapping[str, Any] | None = None) -> None:
-        """Write a checkpoint unless values became NaN or infinite in this fit; every rank must reach this.
+        """Write a checkpoint unless values became NaN or infinite in this fit.
 
         Args:
             place: the place in the fit at which the state was taken.
@@ -606,7 +606,7 @@ def _interval(every: Any) -> tuple[int, float]:
 
 @collective
 def _newest_of(storage: Storage) -> Checkpoint | None:
-    """Return the newest whole checkpoint, with an info of the right types; every rank must reach this.
+    """Return the newest whole checkpoint, with an info of the right types.
 
     Raises:
         CheckpointError: on all ranks: there are checkpoints, and all are damaged; or the newest one is not of a run.

@@ -212,7 +212,7 @@ class Storage:
 
     @collective
     def check_values(self, weights: Mapping[str, Any], state: dict[str, Any], own: dict[str, Any]) -> None:
-        """Check that values can be saved; every rank must reach this.
+        """Check that values can be saved.
 
         Args:
             weights, state, own: as for `save`.
@@ -224,7 +224,7 @@ class Storage:
 
     @collective
     def check_writable(self) -> None:
-        """Check that all ranks can write into the directory, by writing; every rank must reach this.
+        """Check that all ranks can write into the directory, by writing.
 
         Raises:
             CheckpointError: on all ranks: one of them cannot write, or sees another directory.
@@ -250,7 +250,7 @@ class Storage:
     def save(
         self, name: str, weights: Mapping[str, Any], state: dict[str, Any], own: dict[str, Any], info: dict[str, Any]
     ) -> None:
-        """Write a checkpoint; every rank must reach this.
+        """Write a checkpoint.
 
         In the background the values are copied before this returns. A second save waits for the first.
 
@@ -314,7 +314,7 @@ class Storage:
 
     @collective
     def newest(self) -> Checkpoint | None:
-        """Return the newest whole checkpoint, verified by all ranks together; every rank must reach this.
+        """Return the newest whole checkpoint, verified by all ranks together.
 
         It warns of each damaged checkpoint that it skips.
 
@@ -426,7 +426,7 @@ class Lock:
 
     @collective
     def acquire(self) -> None:
-        """Acquire the lock, for all ranks; every rank must reach this.
+        """Acquire the lock, for all ranks.
 
         Raises:
             CheckpointError: on all ranks: another process holds it.
@@ -608,7 +608,7 @@ class _Part:
 
 @collective
 def _agree(call: Callable[[], T]) -> list[T]:
-    """Return the results of a call on all ranks; raise on all if it fails on one. Every rank must reach this."""
+    """Return the results of a call on all ranks; raise on all if it fails on one."""
     value: Any = None
     error: Exception | None = None
     try:

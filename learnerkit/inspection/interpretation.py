@@ -237,7 +237,7 @@ def _notes(targets: Iterable[Any], found: Iterable[Any], classes: Any) -> dict[s
 
 @collective
 def show_results(learn: "Learner", n: int, ds_idx: int) -> Any:
-    """Do what `Learner.show_results` says; every rank must reach this."""
+    """Do what `Learner.show_results` says."""
     dls, loader = learn.dls, learn.dls[ds_idx]
     if isinstance(loader, DataLoader) and loader.batch_sampler is not None:
         items = _some(loader, n)

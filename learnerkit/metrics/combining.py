@@ -61,7 +61,7 @@ def known_torchmetrics(holders: list[Holder]) -> list[Any]:
 
 @collective
 def combine_states(holders: list[Holder], places: dict[tuple[int, str], list], has_seen: bool) -> None:
-    """Give the objects the states of all ranks; every rank must reach this.
+    """Give the objects the states of all ranks.
 
     Args:
         holders: the objects, in the same order on every rank.

@@ -104,7 +104,7 @@ class Agreement:
     @contextmanager
     @collective
     def run(self, what: str, timeout: float) -> Iterator[None]:
-        """Meet the other ranks for a run, and leave it with them; every rank must reach this.
+        """Meet the other ranks for a run, and leave it with them.
 
         Args:
             what: the call that makes the run, such as 'fit'.
@@ -144,7 +144,7 @@ class Agreement:
 
     @collective
     def make_whole(self) -> None:
-        """Gather a sharded model, unless it is too large for that; every rank must reach this."""
+        """Gather a sharded model, unless it is too large for that."""
         shards = self.learn.shards
         if shards is not None and not shards.stays:
             shards.restore()
@@ -227,7 +227,7 @@ class Agreement:
 
     @collective
     def vote(self, where: str = "") -> None:
-        """Raise on every rank the strongest reason to leave that any rank has; every rank must reach this.
+        """Raise on every rank the strongest reason to leave that any rank has.
 
         Args:
             where: the place of this rank in the loop; '' before a collective.
@@ -304,7 +304,7 @@ class Agreement:
 
     @collective
     def end_batches(self) -> None:
-        """Vote after the last batch, whose flags no later step may have read; every rank must reach this."""
+        """Vote after the last batch, whose flags no later step may have read."""
         if self.learn.training:
             self.left_batch.step.number += 1
         self.vote("the end of the batches")

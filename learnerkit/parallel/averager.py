@@ -76,7 +76,7 @@ class Averager:
 
     @collective
     def begin(self) -> None:
-        """Begin training, perhaps of another model than before; every rank must reach this."""
+        """Begin training, perhaps of another model than before."""
         step, learn = self.step, self.learn
         if learn.shards is not None:
             learn.shards.take_optimizers(learn.opts)
@@ -97,7 +97,7 @@ class Averager:
 
     @collective
     def _prepare(self, named: dict[str, nn.Parameter]) -> None:
-        """Prepare the training of a model; every rank must reach this.
+        """Prepare the training of a model.
 
         Args:
             named: all parameters by name: the model's, and those trained beside it.
@@ -133,7 +133,7 @@ class Averager:
 
     @collective
     def _take_shards(self, named: dict[str, nn.Parameter]) -> None:
-        """Train on shards of the model, and divide the model if it is whole; every rank must reach this."""
+        """Train on shards of the model, and divide the model if it is whole."""
         # The import is here because torch's part of it takes half a second.
         from learnerkit.parallel.sharded_step import Sharded
 
@@ -149,7 +149,7 @@ class Averager:
 
     @collective
     def _settle_shards(self, unused: list[str] | None) -> bool | None:
-        """Return whether the loss may leave parameters out; `None`: no rank had data. Every rank must reach this.
+        """Return whether the loss may leave parameters out; `None`: no rank had data.
 
         Args:
             unused: the parameters that this rank's first batch leaves out; `None` if the rank has no data.
@@ -189,7 +189,7 @@ class Averager:
 
     @collective
     def _settle(self, first: tuple[list[str], list[str]] | None) -> bool:
-        """Choose how gradients are averaged from the first batch of all ranks; every rank must reach this.
+        """Choose how gradients are averaged from the first batch of all ranks.
 
         Args:
             first: the facts about this rank's first batch, as `Deferred` passes them.
@@ -257,7 +257,7 @@ class Averager:
 
     @collective
     def _take(self, way: StepGradient) -> StepGradient:
-        """Average gradients in the given way from the next backward pass on; every rank must reach this."""
+        """Average gradients in the given way from the next backward pass on."""
         if self.learn._gradient is not None:
             self.learn._gradient.detach()
         self.learn._gradient = way

@@ -288,7 +288,7 @@ class DistributedCallback(Callback):
 
     @collective
     def _send_buffers(self) -> None:
-        """Send rank 0's buffers to every rank; every rank must reach this."""
+        """Send rank 0's buffers to every rank."""
         if self._averager is not None:
             distributed.broadcast_into(list(self._averager.model.buffers()))
 

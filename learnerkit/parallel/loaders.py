@@ -288,7 +288,7 @@ class RankStreamLoader(RankLoader):
 
     @collective
     def _compare(self, first: Any) -> list[bool]:
-        """Return for each rank if it has data, and warn if some ranks have the same; every rank must reach this."""
+        """Return for each rank if it has data, and warn if some ranks have the same."""
         mine = None if first is None else digests(tensors_in(first)) if self.sharded else []
         everyone = distributed.all_gather(mine)
         alike = [rank for rank, found in enumerate(everyone) if found and everyone.count(found) > 1]

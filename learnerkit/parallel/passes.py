@@ -75,7 +75,7 @@ class Passes:
 
     @collective
     def weight(self) -> float:
-        """Return the weight of this rank's batch among those of all; every rank must reach this."""
+        """Return the weight of this rank's batch among those of all."""
         step = self.step
         return step.weight(
             1.0 if step.mean.sums else distributed.reduce(float(step.count), "mean")
@@ -120,7 +120,7 @@ class Passes:
     @torch.no_grad()
     @collective
     def average(self, factor: float, among: str = "") -> None:
-        """Replace the gradients that are not averaged by their mean over the ranks; every rank must reach this.
+        """Replace the gradients that are not averaged by their mean over the ranks.
 
         Ranks may have gradients of different parameters. A parameter without a gradient on any rank is left alone. A
         host-device sync.

@@ -218,7 +218,7 @@ class RankStep:
 
     @collective
     def count_ranks(self, with_data: bool) -> int:
-        """Return the number of ranks that have data for another batch; every rank must reach this.
+        """Return the number of ranks that have data for another batch.
 
         A rank's reasons to leave are not exchanged here, but with the gradients or after the last batch.
         """

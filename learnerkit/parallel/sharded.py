@@ -246,7 +246,7 @@ class Shards:
 
     @collective
     def renew(self) -> None:
-        """Divide the model again in the same way, for a new process group; every rank must reach this.
+        """Divide the model again in the same way, for a new process group.
 
         The last group is lost when a rank has failed. Values are not sent.
         """
@@ -290,7 +290,7 @@ class Shards:
 
     @collective
     def begin_votes(self) -> None:
-        """Let each rank run the model as often as it likes, until `end_votes`; every rank must reach this.
+        """Let each rank run the model as often as it likes, until `end_votes`.
 
         Before a rank gathers a unit it says so, and ranks that do not need it help. Parameters in no unit are gathered
         at the first pass of any rank, and freed at the end. An evaluation may be inside another.

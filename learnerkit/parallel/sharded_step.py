@@ -265,7 +265,7 @@ class Sharded:
 
     @collective
     def _make_own_passes(self) -> None:
-        """Let the learner make its backward passes, whose gradients are weighed; every rank must reach this."""
+        """Let the learner make its backward passes, whose gradients are weighed."""
         step = self.step
         something = step.take_count()
         if not self._settled:
@@ -319,7 +319,7 @@ class Sharded:
 
     @collective
     def _average_replicated(self) -> None:
-        """Average the gradients of the parameters that every rank has whole; every rank must reach this."""
+        """Average the gradients of the parameters that every rank has whole."""
         trained = [p for name, p in self._replicated.items() if name not in self._left_out]
         for p in trained:
             if p.grad is None:

@@ -87,7 +87,7 @@ class BatchSize:
 
 @collective
 def find_batch_size(learn: "Learner", share: float = 0.9, bs: int | None = None) -> BatchSize:
-    """Do what `Learner.find_batch_size` says; every rank must reach this."""
+    """Do what `Learner.find_batch_size` says."""
     arguments.check_fit(learn, n_epoch=None, n_steps=STEPS, who="find_batch_size")
     arguments.check_positive("share", share)
     if share > 1:
@@ -176,7 +176,7 @@ class _Search:
 
     @collective
     def _fits(self, size: int) -> bool:
-        "Tell whether batches of this size fit on all ranks; every rank must reach this."
+        "Tell whether batches of this size fit on all ranks."
         ranks = _on_all_ranks(partial(self._try, size))
         peak = max(peak for peak, _, _ in ranks)
         self.tried[size] = None if any(out for _, out, _ in ranks) else peak
@@ -361,7 +361,7 @@ def _held(learn: "Learner") -> Iterator[Tensor]:
 
 @collective
 def _on_all_ranks(call: Callable[[], _T]) -> list[_T]:
-    """Return what `call()` gives on each rank; an error on one is an error on all. Every rank must reach this."""
+    """Return what `call()` gives on each rank; an error on one is an error on all."""
     found: Any = None
     error: Exception | None = None
     try:

@@ -98,7 +98,7 @@ def cost_of_one(learn: "Learner", step: Pace, backward: float) -> StepCost:
 
 @collective
 def cost_on_ranks(learn: "Learner", step: Pace, offline: float, alone: Pace | None, single: Pace | None) -> StepCost:
-    """Measure the link of these ranks, and the seconds of a step that it does not explain; every rank must reach this.
+    """Measure the link of these ranks, and the seconds of a step that it does not explain.
 
     Args:
         learn: a learner that these ranks train together.

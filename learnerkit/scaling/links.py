@@ -136,7 +136,7 @@ def ddp_buckets(gradients: Iterable[int], cap_mb: float | None = None) -> list[i
 
 @collective
 def measure_link(device: torch.device, sizes: Sequence[int] = SIZES) -> Link:
-    """Measure the link of this group, as DDP averages the gradients; every rank must reach this.
+    """Measure the link of this group, as DDP averages the gradients.
 
     What is timed is an all-reduce, with the copies into its bucket and back. In a group of several machines this is the
     slowest link. On an accelerator the latency includes a short wait for the device.

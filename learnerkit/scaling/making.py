@@ -42,7 +42,7 @@ def scaling_report(
     learn: "Learner", n_steps: int = 20, *, advice: bool = True, forecast: bool = True, seconds: float = 120.0,
     show: bool = True,
 ) -> ScalingReport:  # fmt: skip
-    """Do what `Learner.scaling_report` says; every rank must reach this.
+    """Do what `Learner.scaling_report` says.
 
     Raises:
         RuntimeError: called while something runs.

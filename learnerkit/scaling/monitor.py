@@ -88,7 +88,7 @@ class ScalingMonitor(Callback):
 
     @collective
     def _exchange(self) -> None:
-        """Log what all ranks have measured; every rank must reach this."""
+        """Log what all ranks have measured."""
         seconds = perf_counter() - self._since
         for start, end in self._pairs:
             if end.query():  # The host does not wait for events that are not over.

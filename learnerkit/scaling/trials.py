@@ -60,7 +60,7 @@ def run_trial(
     cbs: Sequence[Callback] = (),
     quiet: bool = True,
 ) -> None:
-    """Take steps of training, and put everything back; every rank must reach this.
+    """Take steps of training, and put everything back.
 
     Callbacks that are `only_fit` take no part, as they record, log and save.
 
@@ -111,7 +111,7 @@ def trying(learn: "Learner", task: str, cbs: list[Callback], quiet: bool = True)
 
 @collective
 def pace(learn: "Learner", n_steps: int, **kwargs: Any) -> Pace:
-    """Run a trial, and return the pace of all ranks; every rank must reach this."""
+    """Run a trial, and return the pace of all ranks."""
     clock = Clock(learn, n_steps)
     run_trial(learn, clock, **kwargs)
     found = distributed.all_gather((sum(clock.seconds), sum(clock.samples), len(clock.seconds)))
@@ -154,7 +154,7 @@ def pace_alone(learn: "Learner", n_steps: int, seconds: float, threads: int | No
 
 @collective
 def attempt(run: Callable[[], Pace]) -> tuple[Pace | None, str]:
-    """Return the pace of a trial, or why it could not be run on some rank; every rank must reach this."""
+    """Return the pace of a trial, or why it could not be run on some rank."""
     found: Pace | None = None
     reason = ""
     try:
