@@ -56,6 +56,7 @@ if TYPE_CHECKING:  # editors and type checkers do not follow __getattr__
     from learnerkit.events import CancelStepException as CancelStepException
     from learnerkit.events import CancelTrainException as CancelTrainException
     from learnerkit.events import CancelValidException as CancelValidException
+    from learnerkit.events import Event as Event
     from learnerkit.export.hub import push_to_hub as push_to_hub
     from learnerkit.files import CheckpointError as CheckpointError
     from learnerkit.images.augmentation import ImageAugmentation as ImageAugmentation
@@ -124,7 +125,7 @@ _HOMES = {
     "data": ["DataLoaders"],
     "events": [
         "CancelBackwardException", "CancelBatchException", "CancelEpochException", "CancelFitException",
-        "CancelStepException", "CancelTrainException", "CancelValidException",
+        "CancelStepException", "CancelTrainException", "CancelValidException", "Event",
     ],
     "export.hub": ["push_to_hub"],
     "files": ["CheckpointError"],
@@ -166,7 +167,7 @@ __all__ = sorted({*_home_of, *_MODULES} - _UNLISTED)
 
 _OLD = {  # names before 0.2.0, which work with a warning until 0.3.0, and where each is now
     "BnFreeze": "callbacks.training.BnFreeze", "DriftCheck": "parallel.DriftCheck",
-    "Event": "events.Event", "PeerError": "distributed.PeerError", "ProfilerCallback": "Profiler",
+    "ProfilerCallback": "Profiler",
     "SchedCos": "callbacks.schedule.SchedCos", "SchedExp": "callbacks.schedule.SchedExp",
     "SchedLin": "callbacks.schedule.SchedLin", "SchedNo": "callbacks.schedule.SchedNo",
     "SchedPoly": "callbacks.schedule.SchedPoly", "SuggestionMethod": "callbacks.lr_find.SuggestionMethod",

@@ -244,7 +244,7 @@ class TabularData:
     # Files
 
     def to_json(self) -> str:
-        """Return all but the rows as JSON, which `from_json` reads; it keeps every category and every bit of a number."""
+        """Return all but the rows as JSON, which `from_json` reads; no category and no bit of a number is lost."""
         kind = "numbers" if self.classes is None else "classes"
         facts = {
             "cats": [column.as_json() for column in self.cats],
