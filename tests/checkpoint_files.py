@@ -59,14 +59,19 @@ def three(path, **kwargs):
     return found
 
 
+def write_manifest(folder, manifest):
+    """Write the manifest of a checkpoint, with the digest that goes with it."""
+    unsigned = {key: value for key, value in manifest.items() if key != "sha256"}
+    (folder / "manifest.json").write_bytes(storage._signed(unsigned))
+
+
 def resign(folder):
     """Give a checkpoint whose files were changed a manifest that fits them."""
     manifest = json.loads((folder / "manifest.json").read_text())
-    del manifest["sha256"]
     for name in manifest["files"]:
         content = (folder / name).read_bytes()
         manifest["files"][name] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    (folder / "manifest.json").write_bytes(storage._signed(manifest))
+    write_manifest(folder, manifest)
 
 
 @contextmanager

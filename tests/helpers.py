@@ -103,6 +103,16 @@ def make_learner(dls=None, model=None, loss_func=None, cls=Learner, **kwargs):
     return cls(dls or make_dls(), model or make_model(), loss_func or nn.MSELoss(), **kwargs)
 
 
+def step_gradient(learn):
+    """What makes the gradient of the step of several batches, or ranks, that is under way; `None`: nothing does."""
+    return learn._gradient  # the only place in the tests that knows its name
+
+
+def end_workers(dls):
+    """End persistent workers now, as the end of the loaders would."""
+    dls._twins.clear()
+
+
 def weights(model):
     """A copy of all weights and buffers."""
     return {name: value.clone() for name, value in model.state_dict().items()}

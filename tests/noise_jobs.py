@@ -7,6 +7,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from learnerkit import Callback, DataLoaders, Learner, distributed, set_seed
+from learnerkit.scaling.noise import Measured
 
 WEIGHTS = torch.tensor([0.5, 1.0, 3.0])
 LOSSES = {
@@ -113,6 +114,12 @@ def recomputed(model, loss, batches):
     return torch.tensor([[float(x) for x in row] for row in found if row[1] > 1], dtype=torch.float64)
 
 
+def rows_of(scale):
+    """What a GradientNoiseScale has measured, a row for each step."""
+    return [Measured(*row) for row in scale.state_dict()["rows"]]
+
+
 def shown(scale):
     """The same of what a GradientNoiseScale has measured."""
-    return torch.tensor([[r.spread, r.parts, r.counted, r.samples, r.whole] for r in scale._rows], dtype=torch.float64)
+    rows = [[row.spread, row.parts, row.counted, row.samples, row.whole] for row in rows_of(scale)]
+    return torch.tensor(rows, dtype=torch.float64)

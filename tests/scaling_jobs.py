@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import torch
+from helpers import step_gradient
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.utils.data import DataLoader, Dataset
@@ -110,7 +111,7 @@ class SlowLinks(Callback):
         self.speed = speed
 
     def before_batch(self):
-        ddp = getattr(self.learn._gradient, "ddp", None)  # from the second batch on
+        ddp = getattr(step_gradient(self.learn), "ddp", None)  # from the second batch on
         if ddp is None or ddp is self.known:
             return
         self.known = ddp

@@ -298,7 +298,7 @@ def test_something_else_by_the_name_of_scaler_is_passed_over(tmp_path, scaler):
     torch.save(state, tmp_path / "odd.pth")
     other.load(tmp_path / "odd.pth")
     assert same_weights(learn.model, other.model)
-    assert other._scaler_state == {}
+    assert other.state_dict()["scaler"] == {}
 
 
 class Scale(nn.Module):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import make_learner, weights
+from helpers import make_learner, step_gradient, weights
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -100,7 +100,7 @@ def test_loss_weight_makes_the_true_mean_over_tokens(way, padded):
 
 def test_nothing_weighs_the_batches_of_a_plain_fit():
     seen = set()
-    make_learner().fit(1, cbs=Callback(before_backward=lambda cb: seen.add(cb.learn._gradient)))
+    make_learner().fit(1, cbs=Callback(before_backward=lambda cb: seen.add(step_gradient(cb.learn))))
     assert seen == {None}
 
 

@@ -21,21 +21,21 @@ class Pull(Callback):
 
     def __init__(self):
         super().__init__()
-        self._mean = torch.zeros(6)
+        self.mean = torch.zeros(6)
 
     def after_loss(self):
         if self.training:
-            self.learn.loss_grad = self.learn.loss_grad + self.pred.mean() * self._mean.mean()
+            self.learn.loss_grad = self.learn.loss_grad + self.pred.mean() * self.mean.mean()
 
     def after_step(self):
         first = next(p for name, p in self.model.named_parameters() if name.endswith("0.bias"))
-        self._mean.lerp_(first.detach(), 0.5)  # which takes no two types
+        self.mean.lerp_(first.detach(), 0.5)  # which takes no two types
 
     def state_dict(self):
-        return {"mean": self._mean}
+        return {"mean": self.mean}
 
     def load_state_dict(self, state):
-        self._mean = state["mean"]
+        self.mean = state["mean"]
 
 
 class Lookahead(Optimizer):
@@ -99,7 +99,7 @@ def make(cbs=()):
 
 def facts(learn):
     """What the three have, and what training makes of it."""
-    return copy.deepcopy((learn.pull._mean, learn.opt.slow, learn.dls.train.dataset.at, weights(learn.model)))
+    return copy.deepcopy((learn.pull.mean, learn.opt.slow, learn.dls.train.dataset.at, weights(learn.model)))
 
 
 def same(a, b):
@@ -191,7 +191,7 @@ def test_processes_that_are_forked_have_all_of_it(capsys):
 
 
 CHANGES = {
-    "callback Pull mean": lambda learn: learn.pull._mean.add_(1),
+    "callback Pull mean": lambda learn: learn.pull.mean.add_(1),
     "optimizer slow[1]": lambda learn: learn.opt.slow[1].add_(1),
     "": lambda learn: None,
 }

@@ -11,6 +11,7 @@ from helpers import (
     mostly_slow,
     raising,
     same_weights,
+    step_gradient,
     weights,
 )
 from torch import nn
@@ -182,7 +183,7 @@ def fit(learn, *cbs, epochs=2, verb="fit"):
     torch.manual_seed(5)
     getattr(learn, verb)(epochs, 0.01, cbs=[steps, *cbs])
     assert all(p.grad is None for p in learn.model.parameters())
-    assert learn._gradient is None
+    assert step_gradient(learn) is None
     return steps
 
 
@@ -285,9 +286,9 @@ def test_a_penalty_counts_once():
 def test_validation_in_the_middle_of_a_group():
     def validate(cb):
         if cb.training and cb.train_iter == 2:
-            before = cb.learn._gradient, cb.learn.step_batches, cb.learn.step_due
+            before = step_gradient(cb.learn), cb.learn.step_batches, cb.learn.step_due
             cb.learn.validate()
-            assert before == (cb.learn._gradient, cb.learn.step_batches, cb.learn.step_due)
+            assert before == (step_gradient(cb.learn), cb.learn.step_batches, cb.learn.step_due)
 
     whole, learn = learner(), learner(bs=4)
     fit(whole)
@@ -376,7 +377,7 @@ def test_an_error_leaves_no_gradients_and_no_weights():
         learn.fit(1, cbs=[raising("after_pred", ZeroDivisionError(), lambda cb: cb.iter == 4),
                           GradientAccumulation(n_batches=3)])  # fmt: skip
     assert all(p.grad is None for p in learn.model.parameters())
-    assert (learn._gradient, learn.step_batches, learn.step_due) == (None, 1, True)
+    assert (step_gradient(learn), learn.step_batches, learn.step_due) == (None, 1, True)
 
 
 # Arguments

@@ -126,7 +126,8 @@ def test_each_rank_may_carry_the_state_of_its_own_data():
     with pytest.raises(ValueError, match="the processes take the batches in turn"):
         fit(learn, split_batches=False)
     seen = []
-    learn = learner(stream, cbs=[Callback(before_step=lambda cb: seen.append(cb.learn.hidden._state[0].clone()))])
+    note = Callback(before_step=lambda cb: seen.append(cb.learn.hidden.state_dict()["own"]["state"][0].clone()))
+    learn = learner(stream, cbs=[note])
     learn.dls.loaders[1] = None
     fit(learn, 1, sharded=True)
     everyone = distributed.all_gather(seen)

@@ -10,6 +10,7 @@ from helpers import (
     OwnLoss,
     Seen,
     Wrapped,
+    end_workers,
     make_classes,
     make_data,
     make_dls,
@@ -142,7 +143,7 @@ def test_workers_end_with_the_short_reading(cb, persistent):
     assert [x[0, 0].item() for x in seen.train[:2]] == [0, 4]
     assert [x[0, 0].item() for x in seen.train[-2:]] == [0, 4]
     assert alive == [2 * persistent] * 2
-    learn.dls._twins.clear()
+    end_workers(learn.dls)
 
 
 # One batch over and over
@@ -167,7 +168,7 @@ def test_a_healthy_model_learns_the_batch_by_heart():
     overfit = OverfitBatch()
     learn, _ = fit([overfit], epochs=30)
     assert learn.recorder.values[-1][0] < 0.05 * learn.recorder.values[0][0]
-    assert overfit._kept == []
+    assert overfit.state_dict()["own"] == []
 
 
 class Noisy(Dataset):

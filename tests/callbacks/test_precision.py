@@ -211,13 +211,13 @@ def fp16_learner(**kwargs):
 
 def test_the_scale_survives_a_fit_and_travels_in_files():
     learn, other = fp16_learner(), fp16_learner(model=make_model(seed=3))
-    assert learn._scaler_state == {}
+    assert learn.state_dict()["scaler"] == {}
     learn.fit(3)
-    state = learn._scaler_state
+    state = learn.state_dict()["scaler"]
     assert (state["scale"], state["_growth_tracker"]) == (64.0, 0)
     assert torch.load(learn.save("full"), weights_only=True)["scaler"] == state
     other.load("full")
-    assert other._scaler_state == state
+    assert other.state_dict()["scaler"] == state
     plain = make_learner().load("full")  # a learner without a scaler has no use for the state
     plain.fit(1)
     scales = []
@@ -259,9 +259,9 @@ def test_the_scale_belongs_to_the_learner_whichever_callback_trains():
 def test_a_scaler_that_is_switched_off_leaves_the_scale_alone():
     learn = fp16_learner()
     learn.fit(3)
-    state = learn._scaler_state
+    state = learn.state_dict()["scaler"]
     learn.to_fp16(enabled=False).fit(1)
-    assert learn._scaler_state == state
+    assert learn.state_dict()["scaler"] == state
 
 
 def test_a_save_in_mid_fit_has_the_scale_of_the_moment():
@@ -283,14 +283,14 @@ def test_a_save_in_mid_fit_has_the_scale_of_the_moment():
 def test_what_only_tries_something_out_leaves_the_scale_alone():
     learn = fp16_learner()
     learn.fit(2)
-    state = learn._scaler_state
+    state = learn.state_dict()["scaler"]
     learn.lr_find(num_it=10, show_plot=False, stop_div=False)
     learn.check()
     learn.validate()
-    assert learn._scaler_state == state
+    assert learn.state_dict()["scaler"] == state
     with pytest.raises(ZeroDivisionError):
         learn.fit(1, cbs=Callback(before_validate=lambda cb: 1 / 0))
-    assert learn._scaler_state["scale"] == 2 * state["scale"]
+    assert learn.state_dict()["scaler"]["scale"] == 2 * state["scale"]
 
 
 @pytest.mark.filterwarnings("error")

@@ -4,7 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from helpers import mostly_soak
+from helpers import mostly_soak, step_gradient
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import TensorDataset
@@ -55,7 +55,7 @@ def trained(*cbs, n=30, **kwargs):
     ways = []
 
     def look(cb):
-        ways.append(type(cb.learn._gradient).__name__)
+        ways.append(type(step_gradient(cb.learn)).__name__)
 
     with learn.no_logging(), learn.no_bar(), learn.distrib_ctx(**kwargs):
         learn.fit(2, cbs=Callback(before_step=look, order=1000))

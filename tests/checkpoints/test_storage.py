@@ -1,5 +1,6 @@
 """Checkpoints on disk: what is written, what is read, and what happens to them when something is wrong."""
 
+import hashlib
 import json
 import os
 import pickle
@@ -16,7 +17,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from checkpoint_files import is_state, largest_file, resign, save, save_and_wait, spoil, state_of, three
+from checkpoint_files import is_state, largest_file, resign, save, save_and_wait, spoil, state_of, three, write_manifest
 from helpers import make_learner, make_model, mostly_slow, same_weights, weights
 from launching import run_script
 from torch import nn
@@ -141,7 +142,8 @@ def test_other_tools_read_the_weights(tmp_path):
 
 def test_the_hash_is_of_the_bytes_that_were_written(tmp_path):
     found = storage.write_new(tmp_path / "a", tensor_file(state_of(1)[0]))
-    assert found == {"size": (tmp_path / "a").stat().st_size, "sha256": storage._sha256(tmp_path / "a")}
+    content = (tmp_path / "a").read_bytes()
+    assert found == {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     with pytest.raises(FileExistsError):
         storage.write_new(tmp_path / "a", [b""])
 
@@ -371,8 +373,7 @@ def test_another_format_says_so(tmp_path):
     three(tmp_path)
     path = tmp_path / "step3" / "manifest.json"
     manifest = json.loads(path.read_text()) | {"format": 1}
-    del manifest["sha256"]
-    path.write_bytes(storage._signed(manifest))
+    write_manifest(path.parent, manifest)
     with pytest.raises(CheckpointError, match="is of format 1; this version reads 2"):
         read_checkpoint(path.parent)
 
@@ -488,9 +489,8 @@ def test_r28_a_size_that_is_not_the_files_is_found_before_anything_is_read(tmp_p
     found = three(tmp_path)
     path = tmp_path / "step3" / "manifest.json"
     manifest = json.loads(path.read_text())
-    del manifest["sha256"]
     manifest["files"]["state.json"]["size"] = 2**40
-    path.write_bytes(storage._signed(manifest))
+    write_manifest(path.parent, manifest)
     monkeypatch.setattr(storage, "_sha256", lambda path: pytest.fail("read") if "step3" in str(path) else None)
     with pytest.raises(CheckpointError, match="state.json is damaged: it has .* bytes of 1099511627776"):
         read_checkpoint(tmp_path / "step3")
@@ -505,8 +505,7 @@ def test_a_manifest_of_another_form_is_damage(tmp_path, change):
     found = three(tmp_path)
     path = tmp_path / "step3" / "manifest.json"
     manifest = json.loads(path.read_text()) | change
-    del manifest["sha256"]
-    path.write_bytes(storage._signed(manifest))
+    write_manifest(path.parent, manifest)
     with pytest.warns(UserWarning, match=r"manifest.json[.\w]* is"):
         assert is_state(found.newest(), 2)
     path.write_bytes(b"[" * 10**5)

@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT, mostly_slow, python
+from helpers import ROOT, end_workers, mostly_slow, python
 from torch import nn
 from torch.utils.data import (
     BatchSampler,
@@ -141,9 +141,10 @@ class Log(Callback):
         learn = self.learn
         if place == self.stop:
             states = [cb.state_dict() for cb in learn.cbs if isinstance(cb, OverfitBatch)]
-            self.state = learn._position.state_dict(), seeds.seed_states(), (learn.train_iter, learn.pct_train), states
+            position = learn._position
+            self.state = position.state_dict(), seeds.seed_states(), (learn.train_iter, learn.pct_train), states
             self.state = through_a_file(self.state)
-            self.own = through_a_file(learn._position.own_state_dict())
+            self.own = through_a_file(position.own_state_dict())
             self.count = len(self.seen)
             raise CancelFitException
 
@@ -171,8 +172,9 @@ class Resume(Callback):
 
     def before_fit(self):
         learn = self.learn
-        learn._position.load_state_dict(self.state)
-        learn._position.load_own_state_dict(self.own)
+        position = learn._position
+        position.load_state_dict(self.state)
+        position.load_own_state_dict(self.own)
         learn.start_epoch = self.state["epoch"]
         self._restore()
 
@@ -203,7 +205,7 @@ def fit(dls, *cbs, epochs=3, seed=1):
             learn.fit(epochs, cbs=cbs)
     finally:
         torch.set_default_dtype(torch.float32)
-        dls._twins.clear()  # ends persistent workers
+        end_workers(dls)  # ends persistent workers
     return learn
 
 

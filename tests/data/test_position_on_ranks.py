@@ -6,7 +6,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from data.test_position import WORKERS, Log, N, Remembering, Resume, Stream, make_dls
-from helpers import mostly_slow
+from helpers import end_workers, mostly_slow
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -36,7 +36,7 @@ def fit(made, log, state=None, own=None, distributed=None):
             learn.fit(EPOCHS, cbs=cbs)
     finally:
         torch.set_default_dtype(torch.float32)
-        dls._twins.clear()  # ends persistent workers
+        end_workers(dls)  # ends persistent workers
     return log
 
 

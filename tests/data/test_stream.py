@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from data.test_position import Noisy, Shuffled, Stream, fit
+from helpers import end_workers
 from torch.utils.data import DataLoader, Dataset, Subset, get_worker_info
 
 from learnerkit import Callback, DataLoaders, Learner, set_seed
@@ -109,7 +110,7 @@ def test_readings_outside_a_fit_differ():
         again = learn.get_preds(dl=dls.valid)[0], learn.get_preds(dl=dls.valid)[0]
         numbers = [reading[:, 1:].flatten().tolist() for reading in (*readings, *again)]
         assert len({*map(tuple, numbers)}) == 4
-        dls._twins.clear()
+        end_workers(dls)
 
 
 def test_workers_leave_signals_to_a_process_that_handles_them_by_now():

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from learnerkit import Callback, Learner, accuracy, load_learner, perplexity, set_seed
+from learnerkit.language.codec import train_tokenizer
 from learnerkit.language.data import TextData
 
 
@@ -25,7 +26,7 @@ def test_labels_parts_and_classes():
         "2 classes: animal, food)"
     )
     assert len(make_data(valid=0.25).valid_ds) == 16
-    numbers = TextData.from_texts(texts, [label == "food" for label in labels], tokenizer=data.codec._tokenizer)
+    numbers = TextData.from_texts(texts, [label == "food" for label in labels], tokenizer=train_tokenizer(texts, 300))
     assert numbers.classes == [False, True]
     with raises(ValueError, "got labels of type <U6 and shape (59,) for 60 texts"):
         TextData.from_texts(texts, labels[1:])

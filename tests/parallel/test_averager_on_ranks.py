@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import mostly_slow, raises
+from helpers import mostly_slow, raises, step_gradient
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
@@ -65,7 +65,7 @@ def trained(
         change(model)
     learn = cls(dls, model, nn.CrossEntropyLoss(reduction=reduction), opt_func=torch.optim.SGD, lr=lr, cbs=cbs)
     learn.say = said.append
-    learn.add_cb(Callback(before_backward=lambda cb: ways.append(type(cb.learn._gradient).__name__), order=90))
+    learn.add_cb(Callback(before_backward=lambda cb: ways.append(type(step_gradient(cb.learn)).__name__), order=90))
     with learn.no_logging(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=TOLD)
         if alone:
@@ -228,7 +228,7 @@ def test_layers_that_are_frozen_in_an_epoch_are_averaged_after_the_pass_from_the
 
     def freeze(cb):
         if cb.training and cb.train_iter == 2:
-            held.append(getattr(cb.learn._gradient, "ddp", None))
+            held.append(getattr(step_gradient(cb.learn), "ddp", None))
         if cb.training and cb.train_iter in (2, 4):
             cb.model.spare.requires_grad_(cb.train_iter == 4)
             assert cb.train_iter == 2 or not hasattr(held[0], "reducer")  # whose buckets are as large as the gradients
@@ -311,7 +311,7 @@ def test_a_ddp_that_lives_on_after_an_error_in_its_pass_averages_nothing():
 
     def fail(cb):
         if cb.train_iter == 2:
-            held.append(cb.learn._gradient.ddp)
+            held.append(step_gradient(cb.learn).ddp)
             held.append(cb.model)
             cb.model.body[0].weight.register_hook(lambda grad: 1 / 0)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import raises
+from helpers import raises, step_gradient
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -461,7 +461,7 @@ def test_no_ddp_is_left_to_the_collector():
     class Look(Callback):
         def before_batch(self):
             if self.training and self.iter:  # the first batch is averaged without it
-                found.append(weakref.ref(self.learn._gradient.ddp))
+                found.append(weakref.ref(step_gradient(self.learn).ddp))
 
         def before_epoch(self):
             self.model[0].requires_grad_(self.epoch != 1)  # another one is made

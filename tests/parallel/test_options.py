@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
-from helpers import mostly_slow, raises
+from helpers import mostly_slow, raises, step_gradient
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -103,7 +103,7 @@ def collectives(steps, epochs, accumulated=1, learner=make_learner, **options):
     buckets, norms = [], []
 
     def look(cb):
-        sizes = cb.learn._gradient.ddp._get_ddp_logging_data()["rebuilt_bucket_sizes"]
+        sizes = step_gradient(cb.learn).ddp._get_ddp_logging_data()["rebuilt_bucket_sizes"]
         buckets.append(len(sizes.split(",")))
 
     cbs = [Callback(after_train=look), Callback(before_step=lambda cb: norms.append(1))]
@@ -175,7 +175,7 @@ def test_r37_unused_parameters_are_found_and_named():
     expected = weights(alone)
 
     ways = []
-    look = Callback(after_train=lambda cb: ways.append(type(cb.learn._gradient).__name__))
+    look = Callback(after_train=lambda cb: ways.append(type(step_gradient(cb.learn)).__name__))
     learn = make_learner(Branches(), cbs=look)
     learn.lr = 0.05
 
@@ -271,7 +271,7 @@ def test_ddps_own_options_reach_it_and_change_no_number(name):
     options = DDP_OPTIONS[name]
     exact, _ = trained()
     seen = []
-    look = Callback(after_train=lambda cb: seen.append(getattr(cb.learn._gradient, "ddp", None)))
+    look = Callback(after_train=lambda cb: seen.append(getattr(step_gradient(cb.learn), "ddp", None)))
     learn, told = trained(cbs=look, **options)
     assert same(weights(learn), weights(exact))
     assert not [t for t in told if "find_unused" not in t], told

@@ -125,7 +125,7 @@ def weights(learn):
 def check_after(learn, took, where, alike=True):
     """The ranks agree on everything, and can go on."""
     assert took < SOON, (where, took)
-    assert learn._agreement is None
+    assert learn.n_ranks == 1
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if alike:
         assert learn.shards is None, where

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import mostly_slow
+from helpers import mostly_slow, step_gradient
 from torch import nn
 from torch.utils.data import Dataset, get_worker_info
 
@@ -260,12 +260,12 @@ def check_nothing_is_left(how):
 
     def note(cb):
         run = cb.learn
-        for name, x in (("dispatch", run._dispatch), ("agreement", run._agreement), ("step", run._gradient)):
+        for name, x in (("dispatch", run._dispatch), ("agreement", run._agreement), ("step", step_gradient(run))):
             if x is not None:
                 seen[name] = weakref.ref(x)
         if N > 1 and run.training:
-            seen["ranks"], seen["loader"] = weakref.ref(run._gradient.step), weakref.ref(run.dl)
-            if ddp := getattr(run._gradient, "ddp", None):
+            seen["ranks"], seen["loader"] = weakref.ref(step_gradient(run).step), weakref.ref(run.dl)
+            if ddp := getattr(step_gradient(run), "ddp", None):
                 seen["ddp"] = weakref.ref(ddp)
 
     learn.add_cb(Callback(before_batch=note, order=50))

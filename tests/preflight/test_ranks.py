@@ -12,7 +12,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from helpers import make_classes, make_learner, make_model, python, read_report, same_weights, weights
+from helpers import end_workers, make_classes, make_learner, make_model, python, read_report, same_weights, weights
 from launching import SCRIPTS, run_script
 from torch import nn
 from torch.nn import functional as F
@@ -472,7 +472,7 @@ def state_of(learn):
         "loaders": [(id(dl), sorted(vars(dl)), dl.pin_memory) for dl in learn.dls.loaders],
         "modules": [(type(m), m.training, getattr(m, "p", None)) for m in learn.model.modules()],
         "types": {p.dtype for p in learn.model.parameters()},
-        "device": learn.dls._device,
+        "device": repr(learn.dls),  # says whether it was chosen
         "cbs": list(map(id, learn.cbs)),
     }
 
@@ -519,7 +519,7 @@ def test_the_learners_loader_workers_live_on(capsys):
     with learn.no_bar(), learn.no_logging():
         learn.fit(1)
     assert set(psutil.Process().children()) - others == {worker}
-    learn.dls._twins.clear()
+    end_workers(learn.dls)
 
 
 @pytest.mark.soak

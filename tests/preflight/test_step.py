@@ -10,6 +10,7 @@ import torch
 from helpers import (
     OwnLoss,
     Seen,
+    end_workers,
     make_classes,
     make_data,
     make_dls,
@@ -461,7 +462,7 @@ def test_the_fit_after_it_equals_the_fit_without(kind):
             learn.fit(2)
         found.append((weights(learn.model), learn.recorder.values, learn.opt.state_dict()["state"]))
         if kind == "workers":
-            dls._twins.clear()
+            end_workers(dls)
     (a, values, state), (b, values_b, state_b) = found
     assert same_weights(a, b)
     assert values == values_b

@@ -31,7 +31,7 @@ def checked(learn, well, *words):
     assert texts[1] == ""
     assert all(word in texts[0] for word in words), texts[0]
     assert type(learn.model) is nn.Sequential
-    assert learn._agreement is None
+    assert learn.n_ranks == 1
 
 
 def test_a_healthy_learner_is_well():

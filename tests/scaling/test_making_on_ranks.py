@@ -101,7 +101,7 @@ def test_everything_is_as_it_was_on_each_rank():
         assert vars(member) == attributes
         assert learn.opt is None
         assert learn.task is None
-        assert learn._agreement is None
+        assert learn.n_ranks == 1
         with learn.no_logging():
             learn.fit(1)
     flat = torch.cat([p.detach().reshape(-1) for p in learn.model.parameters()])

@@ -7,7 +7,19 @@ import numpy as np
 import pytest
 import torch
 from helpers import mostly_slow, same_weights
-from noise_jobs import LOSSES, Batches, Mixed, exact, make_data, make_learner, make_model, per_sample, recomputed, shown
+from noise_jobs import (
+    LOSSES,
+    Batches,
+    Mixed,
+    exact,
+    make_data,
+    make_learner,
+    make_model,
+    per_sample,
+    recomputed,
+    rows_of,
+    shown,
+)
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import RandomSampler
@@ -181,7 +193,7 @@ def test_gradients_of_an_earlier_step_are_not_taken_for_this_ones(keeps):
 
     learn = make_learner([Callback(after_backward=every_second)], cls=Zeros, batch_size=16)
     learn.fit(1, cbs=(scale := GradientNoiseScale(every=1)))
-    assert [row.step for row in scale._rows] == list(range(0, 16, 1 + keeps))
+    assert [row.step for row in rows_of(scale)] == list(range(0, 16, 1 + keeps))
 
 
 # What it leaves
@@ -201,7 +213,7 @@ def test_training_goes_on_as_without(accumulates):
     (one, *numbers), (other, *others) = trained([]), trained(scale := GradientNoiseScale(every=2))
     assert same_weights(one.model, other.model)
     assert numbers == others
-    assert len(scale._rows) == (6 if accumulates else 13)
+    assert len(rows_of(scale)) == (6 if accumulates else 13)
     assert [cb for cb in other.cbs if cb not in one.cbs and type(cb).__name__ in ("_Watch", "GradientNoiseScale")] == []
     assert not any(p._backward_hooks for p in other.model.parameters())
 
@@ -226,7 +238,7 @@ def test_a_column_and_a_sentence(capsys, tmp_path):
     saves = SaveModelCallback(monitor="noise_scale")
     learn.fit(2, cbs=[scale := GradientNoiseScale(every=2), saves])
     assert learn.recorder.metric_names == ["epoch", "train_loss", "noise_scale", "time"]
-    assert [row[1] for row in learn.recorder.values][-1] == scale.value == estimate(scale._rows)[0]
+    assert [row[1] for row in learn.recorder.values][-1] == scale.value == estimate(rows_of(scale))[0]
     said = capsys.readouterr().out
     about = f"{float(f'{scale.value:.2g}'):.0f}"
     assert f"gradient noise scale: batches beyond about {about} samples (give or take {scale.error:.2g})" in said
@@ -260,7 +272,7 @@ def test_a_run_that_goes_on_measures_what_it_would_have(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         trained(CheckpointCallback(tmp_path, every=3), _Stop())
     again, others = trained(CheckpointCallback(tmp_path, every=3, resume=True))
-    assert (again._rows, again.value, again.error, others) == (scale._rows, scale.value, scale.error, values)
+    assert (rows_of(again), again.value, again.error, others) == (rows_of(scale), scale.value, scale.error, values)
 
 
 # What it refuses

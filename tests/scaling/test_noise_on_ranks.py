@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 from helpers import mostly_slow
-from noise_jobs import Batches, exact, make_data, make_learner, make_model, recomputed, shown
+from noise_jobs import Batches, exact, make_data, make_learner, make_model, recomputed, rows_of, shown
 from torch import nn
 from torch.utils.data import RandomSampler
 
@@ -42,7 +42,7 @@ def test_the_same_parts_give_the_same_as_on_one_process():
     _, one = measured([GradientAccumulation(n_batches=8)], alone=True, batch_size=8, **loader)
     cbs = [GradientAccumulation(n_batches=8 // ranks)]
     _, several = measured(cbs, batch_size=8 * ranks, **loader)
-    assert len(one._rows) == 8
+    assert len(rows_of(one)) == 8
     torch.testing.assert_close(shown(several), shown(one), rtol=1e-9, atol=1e-12)
     assert several.value == pytest.approx(one.value, rel=1e-9)
     assert several.error == pytest.approx(one.error, rel=1e-6)
@@ -123,7 +123,7 @@ def test_a_batch_that_one_rank_leaves_is_no_part():
 
     ranks = distributed.world_size()
     _, scale = measured([Leave()], data=make_data(24 * ranks), batch_size=4 * ranks)
-    parts = {row.step: (row.parts, row.samples) for row in scale._rows}
+    parts = {row.step: (row.parts, row.samples) for row in rows_of(scale)}
     whole, less = (ranks, 4 * ranks), (ranks - 1, 4 * ranks - 4)
     assert parts == {i: less if i % 3 == 1 else whole for i in range(12) if ranks > 2 or i % 3 != 1}
 

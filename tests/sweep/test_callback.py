@@ -56,7 +56,7 @@ def test_epochs_of_all_fits_are_reported_in_order(trial):
     learn = make_learner(cbs=sweep.report("valid_loss"))
     learn.fit(2)
     learn.fit(1)
-    values = study._trials()[0].intermediate_values
+    values = study.study.trials[0].intermediate_values
     recorder = learn.recorder
     rows = [*recorder.history[0].values, *recorder.values]
     assert values == {step: row[1] for step, row in enumerate(rows)}
@@ -83,13 +83,13 @@ def test_a_trial_that_goes_on_from_a_checkpoint_reports_the_epochs_before(trial)
     study, first = trial()
     learn = learner()
     learn.fit(2)
-    before = study._trials()[0].intermediate_values
+    before = study.study.trials[0].intermediate_values
     study.finish(first, "killed", None, "was killed")
     os.dup2(os.open(os.devnull, os.O_RDONLY), first.lock)  # for the fixture to close
     study, run = trial()
     learn = learner()
     learn.fit(3)
-    values = study._trials()[run.key].intermediate_values
+    values = study.study.trials[run.key].intermediate_values
     assert list(values) == [0, 1, 2]
     assert {step: values[step] for step in before} == before
     # Killed after its fit, which is not done again.
@@ -98,7 +98,7 @@ def test_a_trial_that_goes_on_from_a_checkpoint_reports_the_epochs_before(trial)
     study, run = trial()
     learn = learner()
     learn.fit(3)
-    assert study._trials()[run.key].intermediate_values == values
+    assert study.study.trials[run.key].intermediate_values == values
     assert study.reported(run) == (values[2], False)
 
 
@@ -108,7 +108,7 @@ def test_each_fit_may_have_a_callback_of_its_own(trial):
     learn.fit(2, cbs=sweep.report("valid_loss"))
     learn.fit(1, cbs=sweep.report("valid_loss"))
     rows = [*learn.recorder.history[0].values, *learn.recorder.values]
-    assert study._trials()[0].intermediate_values == {step: row[1] for step, row in enumerate(rows)}
+    assert study.study.trials[0].intermediate_values == {step: row[1] for step, row in enumerate(rows)}
 
 
 @pytest.mark.ranks(2)
@@ -131,7 +131,7 @@ def test_all_ranks_leave_at_the_same_epoch(tmp_path):
     assert distributed.all_gather((len(learn.recorder.values), learn.train_iter)) == [(2, learn.train_iter)] * 2
     if run is not None:
         assert study.reported(run)[1]
-        assert list(study._trials()[0].intermediate_values) == [0, 1]
+        assert list(study.study.trials[0].intermediate_values) == [0, 1]
         os.close(run.lock)
     learn.remove_cb(sweep.callback.Report)
     with learn.distrib_ctx():  # the ranks are still together

@@ -2,6 +2,7 @@ import json
 
 import pytest
 import torch
+from optuna.trial import Trial
 
 from learnerkit import sweep
 from learnerkit.sweep.config import make_config
@@ -30,7 +31,7 @@ def folder(tmp_path):
         state, value, cause = ends.get(run.number, ("complete", run.values["lr"], ""))
         if run.attempt:
             state, value, cause = "complete", run.values["lr"], ""
-        study.study._storage.set_trial_intermediate_value(run.trial, 0, 1.0)
+        Trial(study.study, run.trial).report(1.0, 0)
         study.finish(run, state, value, cause)
     return folder
 

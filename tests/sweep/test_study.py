@@ -1,8 +1,10 @@
 import json
 import math
 import os
+import threading
 
 import pytest
+from optuna.trial import Trial
 
 from learnerkit.sweep.config import ConfigError, make_config
 from learnerkit.sweep.study import JournalError, JournalLock, Study, best_of, open_study, read_plan
@@ -56,7 +58,7 @@ def test_a_trial_that_was_killed_is_run_again_with_its_values(tmp_path, dies):
 
     first = one.take()
     die(first)
-    one._own.clear()
+    one = study_of(tmp_path, retryLimit=1)  # of a process that begins
     again = other.take()
     assert (again.number, again.attempt, again.values) == (0, 1, first.values)
     assert again.key != first.key
@@ -80,10 +82,10 @@ def test_a_trial_that_is_killed_too_often_has_failed(tmp_path):
 def test_a_trial_that_two_processes_find_lost_is_run_again_once(tmp_path):
     one, other = study_of(tmp_path), study_of(tmp_path)
     run = one.take()
-    trial = one._trials()[run.key]
+    trial = one.study.trials[run.key]
     other._run_again(trial, kills=True)  # the process that plans it is killed before it has said so
     os.close(run.lock)
-    one._own.clear()
+    one = study_of(tmp_path)  # of a process that begins
     assert end(one) == [(0, 1), (1, 0), (2, 0), (3, 0)]
 
 
@@ -125,9 +127,10 @@ def test_a_lock_is_freed_where_its_journal_is_gone(tmp_path):
     with pytest.raises(FileNotFoundError):
         lock.acquire()
     (tmp_path / "journal.log").touch()
-    assert lock._among_threads.acquire(timeout=1)
-    lock._among_threads.release()
-    assert lock.acquire()
+    taken = threading.Thread(target=lock.acquire, daemon=True)
+    taken.start()
+    taken.join(10)
+    assert not taken.is_alive()
     lock.release()
 
 
@@ -174,7 +177,7 @@ def test_the_values_of_pruned_and_failed_trials_are_not_the_best(tmp_path):
     study = study_of(tmp_path)
     for state, reported in (("pruned", 0.1), ("failed", 0.2), ("complete", 0.3)):
         run = study.take()
-        study.study._storage.set_trial_intermediate_value(run.trial, 0, reported)
+        Trial(study.study, run.trial).report(reported, 0)
         assert study.reported(run) == (reported, False)
         study.finish(run, state, reported if state == "complete" else None, "")
     assert [(row.state, row.value, row.epoch) for row in study.rows()] == [
