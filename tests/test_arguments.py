@@ -30,7 +30,7 @@ def test_broadcasting_is_refused_in_validation_too():
         (DataLoader(make_data(0), 4), ": its dataset has 0 samples"),
     ],
 )
-def test_why_a_loader_is_empty(loader, said):
+def test_the_error_says_why_a_loader_is_empty(loader, said):
     with pytest.raises(ValueError, match=re.escape("the loader is empty" + said)):
         arguments.check_not_empty(loader, "the loader")
 
@@ -40,7 +40,7 @@ def test_what_has_batches_or_does_not_say_passes(loader):
     arguments.check_not_empty(loader, "the loader")
 
 
-def test_length_where_it_is_needed():
+def test_a_loader_has_a_length_where_it_is_needed():
     assert arguments.check_length([1, 2], "a schedule") == 2
     with pytest.raises(
         ValueError, match=r"a schedule needs to know .* \(list_iterator\) has no length; give it a __len__"

@@ -95,7 +95,7 @@ on_ranks = pytest.mark.ranks(2, slow=[3, "torchrun"])
 
 
 @on_ranks
-def test_collectives_on_several_ranks():
+def test_collectives_combine_the_values_of_all_ranks():
     rank, n = distributed.rank(), distributed.world_size()
     assert distributed.all_gather(rank) == list(range(n))
     assert [int(t) for t in distributed.all_gather(torch.tensor(rank))] == list(range(n))

@@ -59,7 +59,7 @@ def test_creation_fires_once(log, learn):
     assert log == ["after_create"]
 
 
-def test_golden_sequence_of_fit(log, learn):
+def test_a_fit_fires_the_golden_sequence_of_events(log, learn):
     log.clear()
     learn.fit(1)
     assert log == FIT
@@ -79,7 +79,7 @@ def test_no_epoch_is_a_fit_all_the_same(log, learn):
 
 
 @pytest.mark.parametrize("verb", ["validate", "get_preds"])
-def test_golden_sequence_of_evaluation(log, learn, verb):
+def test_an_evaluation_fires_the_golden_sequence_of_events(log, learn, verb):
     log.clear()
     getattr(learn, verb)()
     assert log == EVALUATION

@@ -224,7 +224,7 @@ def test_of_several_optimizers_none_is_loaded_if_one_does_not_fit():
     "names", [("state_dict", "optimizer"), ("model_state_dict", "optimizer_state_dict"), ("model", "opt")]
 )
 @pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
-def test_a_checkpoint_of_plain_pytorch(names, prefix, tmp_path):
+def test_a_checkpoint_of_plain_pytorch_is_loaded(names, prefix, tmp_path):
     learn = trained()
     state = {f"{prefix}{k}": v for k, v in learn.model.state_dict().items()}
     opt = AdamW(learn.model.parameters(), lr=0.01)
@@ -545,7 +545,7 @@ def test_a_file_of_something_else_is_refused(content):
     refuses(learn, "one", "not the weights of a model")
 
 
-def test_there_is_no_file():
+def test_a_missing_file_is_an_error_that_lists_those_there():
     learn = make_learner()
     with pytest.raises(FileNotFoundError, match="there is no file models/none.pth; saved there: nothing"):
         learn.load("none")
@@ -594,7 +594,7 @@ def test_other_shapes_change_nothing():
     assert same_weights(other.model, before)
 
 
-def test_missing_and_surplus_keys():
+def test_missing_and_surplus_keys_are_named():
     small = trained(model=make_model()[:1], dls=make_dls(data=lambda n, seed=0: _wide(n)))
     small.save("small")
     whole = trained()

@@ -108,7 +108,7 @@ def test_nothing_weighs_the_batches_of_a_plain_fit():
 
 
 @pytest.mark.parametrize("device_counts", [False, True])
-def test_the_mean_whatever_was_expected(device_counts):
+def test_the_mean_is_right_whatever_was_expected(device_counts):
     """Counts on a device, which nobody reads, are stood for by tensors that are not turned into numbers."""
     net = nn.Linear(1, 1, bias=False)
     step = GradientMean(sums=False)
@@ -138,7 +138,7 @@ def test_a_loss_that_sums_is_left_as_it_is():
 @pytest.mark.parametrize(
     ("counted", "tolerance", "factor"), [(4.0, 0.0, 1.0), (4.1, 0.1, 1.0), (8, 0.1, 0.5), (0, 0, 1.0)]
 )
-def test_the_correction(counted, tolerance, factor):
+def test_the_correction_is_1_within_its_tolerance(counted, tolerance, factor):
     step = GradientMean(sums=False)
     step.begin(4.0)
     step.counted = counted

@@ -33,7 +33,7 @@ def test_more_can_follow_after_reading():
     assert row.all() == values(10)
 
 
-def test_numbers_of_all_types():
+def test_numbers_of_all_types_come_out_as_floats():
     row = HostScalars()
     for value in (1, True, 2.5, torch.tensor(3), torch.tensor(True), torch.tensor(4.5, dtype=torch.float64)):
         row.append(value)

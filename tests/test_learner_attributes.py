@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from learnerkit import Callback, DataLoaders, Learner, mae, mse, perplexity, rmse
 
 
-def test_attributes_during_a_fit():
+def test_attributes_tell_the_place_during_a_fit():
     rows = []
 
     class Look(Callback):
@@ -50,7 +50,7 @@ def test_attributes_during_a_fit():
     assert (learn.xb, learn.yb) == ((), ())
 
 
-def test_the_final_record():
+def test_the_final_record_is_the_last_row():
     learn = make_learner(metrics=mae)
     assert learn.final_record == []
     learn.fit(2)
@@ -116,7 +116,7 @@ def test_tasks_have_names():
     assert tasks == {"fit", "validate", "predict"}
 
 
-def test_several_inputs_and_targets():
+def test_several_inputs_and_targets_reach_model_and_loss():
     seen = []
 
     class Two(nn.Module):

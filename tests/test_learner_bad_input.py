@@ -193,14 +193,14 @@ def empty(**kwargs):
         (empty(drop_last=True), "3 samples are less than a batch of 4, and drop_last=True; use a smaller batch size"),
     ],
 )
-def test_an_empty_training_loader(loader, match):
+def test_an_empty_training_loader_is_refused(loader, match):
     learn = make_learner(DataLoaders(loader, device="cpu"))
     with pytest.raises(ValueError, match=match):
         learn.fit(1)
     assert learn.opt is None
 
 
-def test_an_empty_validation_loader():
+def test_an_empty_validation_loader_is_refused():
     learn = make_learner(DataLoaders(DataLoader(make_data(), 4), empty(drop_last=True), device="cpu"))
     with pytest.raises(ValueError, match="the validation loader is empty: 3 samples are less"):
         learn.fit(1)
@@ -211,7 +211,7 @@ def test_an_empty_validation_loader():
         learn.get_preds(dl=[])
 
 
-def test_no_validation_loader():
+def test_a_missing_validation_loader_is_told():
     learn = make_learner(make_dls(valid=None))
     for verb in (learn.validate, learn.get_preds):
         with pytest.raises(IndexError, match=r"there is no loader 1; there are \[0\]"):
@@ -232,7 +232,7 @@ def test_a_loss_must_be_a_scalar(made):
         make_learner(loss_func=made).fit(1)
 
 
-def test_no_targets_and_no_loss():
+def test_a_batch_without_targets_and_loss_is_refused():
     single = DataLoaders(DataLoader(make_data().tensors[0], 4), device="cpu")
     with pytest.raises(ValueError, match=r"there is no loss: the batch .* has no targets; let the dataset return"):
         make_learner(single).fit(1)
@@ -255,7 +255,7 @@ def test_targets_under_a_mistyped_name_are_told():
         learn.fit(1)
 
 
-def test_no_trainable_parameters():
+def test_a_model_without_trainable_parameters_is_refused():
     model = make_model()
     model.requires_grad_(False)
     with pytest.raises(ValueError, match=r"Sequential has no trainable parameters \(4 parameters, all frozen\)"):

@@ -99,7 +99,7 @@ TABLE = {
 
 
 @pytest.mark.parametrize(("cancel", "event"), TABLE)
-def test_what_follows_a_cancel(cancel, event):
+def test_each_cancel_goes_on_where_its_table_says(cancel, event):
     log = []
     learn = make_learner(cbs=[spy(log), raising(event, cancel, order=1)])
     log.clear()

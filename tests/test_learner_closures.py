@@ -138,7 +138,7 @@ def test_events_take_place_in_each_evaluation_and_those_of_the_batch_once():
         assert log.count(event) == n, event
 
 
-def test_nothing_of_it_stays():
+def test_an_error_in_a_closure_step_leaves_nothing():
     learn = learner(lbfgs)
     learn.fit(1)
     learn.add_cb(raising("after_step", KeyboardInterrupt()))
@@ -190,7 +190,7 @@ class Early(Learner):
     ],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore:mixed precision with float16")
-def test_what_is_refused(make, error, said):
+def test_closures_outside_of_their_step_are_refused(make, error, said):
     with raises(error, said):
         make()
 

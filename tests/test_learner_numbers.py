@@ -97,7 +97,7 @@ def test_a_generator_of_ones_own_is_used_and_moves_on(from_datasets):
     assert same_weights(learn.model, model)
 
 
-def test_one_seed_one_run():
+def test_one_seed_gives_one_run():
     def run(seed):
         torch.manual_seed(seed)
         dls = DataLoaders.from_datasets(make_data(12), bs=4, device="cpu")

@@ -111,7 +111,7 @@ SCHEDULES = {
 
 
 @pytest.mark.parametrize("name", mostly_slow(SCHEDULES, "one cycle", "one cycle of groups"))
-def test_schedules(name):
+def test_schedules_on_ranks_equal_those_on_one_process(name):
     equal_to_one_process(SCHEDULES[name])
 
 
@@ -132,7 +132,7 @@ def test_groups_with_options_and_decays_by_name():
         assert found[id(p)] == pytest.approx(expected.get(name, (0.02, 0.1 if name == "4.weight" else 0))), name
 
 
-def test_torch_schedulers_by_the_batch():
+def test_torch_schedulers_by_the_batch_equal_those_on_one_process():
     make = TorchScheduler(lambda opt: OneCycleLR(opt, 0.03, total_steps=16))
     _, learn = equal_to_one_process(lambda learn: learn.fit(2, cbs=make))
     assert len(set(learn.recorder.lrs)) > 10
@@ -147,7 +147,7 @@ def test_torch_schedulers_by_the_validation_loss():
     assert len(set(learn.recorder.lrs)) > 1
 
 
-def test_fits_of_so_many_steps():
+def test_fits_of_so_many_steps_equal_those_on_one_process():
     _, learn = equal_to_one_process(lambda learn: learn.fit(n_steps=11))
     assert learn.recorder.iters == [8, 11]
     _, learn = equal_to_one_process(lambda learn: learn.fit_one_cycle(n_steps=11, lr_max=0.02))
@@ -162,7 +162,7 @@ def test_with_whole_batches_for_every_rank_an_epoch_has_half_the_steps():
     assert learn.recorder.iters == [4, 8, 11]
 
 
-def test_validations_every_so_many_steps():
+def test_validations_every_so_many_steps_equal_those_on_one_process():
     _, learn = equal_to_one_process(lambda learn: learn.fit(2, cbs=ValidateEvery(3)))
     assert learn.recorder.iters == [3, 6, 8, 9, 12, 15, 16]
 
@@ -174,7 +174,7 @@ def test_a_validation_in_mid_epoch_stops_all_ranks_early():
     assert len(learn.recorder.lrs) % 8
 
 
-def test_fine_tuning():
+def test_fine_tuning_on_ranks_equals_that_on_one_process():
     _, learn = equal_to_one_process(lambda learn: learn.fine_tune(2, 0.02))
     assert all(p.requires_grad for p in learn.model.parameters())
 

@@ -123,7 +123,7 @@ class TwoOpts(Learner):
 
 
 @pytest.mark.parametrize("returned", [False, True])
-def test_a_dict_of_optimizers(returned):
+def test_a_dict_of_optimizers_trains_as_one(returned):
     class Returning(TwoOpts):
         def create_opt(self):
             super().create_opt()
@@ -160,7 +160,7 @@ def test_create_opt_must_make_an_optimizer(made):
         make_learner(opt_func=lambda groups, lr: made).fit(1)
 
 
-def test_two_networks_trained_by_turns():
+def test_two_networks_can_be_trained_by_turns():
     class Adversarial(TwoOpts):
         "As in a GAN: the optimizers step by turns."
 

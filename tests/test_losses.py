@@ -108,7 +108,7 @@ def test_rows_of_predictions_count_where_each_has_a_target():
     assert [weight.count((torch.zeros(n),), 4, pred) for n in (10, 4)] == [10, 4]
 
 
-def test_a_count_of_ones_own():
+def test_a_count_of_ones_own_weighs_the_batches():
     weight = LossWeight(F.mse_loss, lambda a, b: (a > b).sum())
     assert int(weight.count((torch.tensor([1, 5]), torch.tensor([2, 3])), 2)) == 1
     assert not weight.sums
@@ -128,7 +128,7 @@ def test_a_count_of_ones_own():
         (None, None, False),
     ],
 )
-def test_whether_a_loss_sums(loss_func, loss_weight, sums):
+def test_a_loss_is_known_to_sum_or_to_average(loss_func, loss_weight, sums):
     assert LossWeight(loss_func, loss_weight).sums is sums
 
 
@@ -154,7 +154,7 @@ def test_options_are_found_on_modules_and_through_partials():
     assert loss_option(None, "reduction") is None
 
 
-def test_what_is_a_cross_entropy():
+def test_cross_entropies_are_told_from_other_losses():
     assert all(map(is_cross_entropy, (*CROSS_ENTROPIES, nn.NLLLoss(), F.nll_loss, partial(nn.NLLLoss()))))
     assert not any(map(is_cross_entropy, (nn.MSELoss(), F.mse_loss, nn.BCELoss(), None, print)))
     assert unwrap_partial(partial(partial(F.mse_loss, a=1), b=2)) is F.mse_loss

@@ -85,7 +85,7 @@ class Two(nn.Module):
         return self.a(x), self.b(y)
 
 
-def test_a_loss_without_targets():
+def test_a_loss_without_targets_equals_that_on_one_process():
     check_equal(Two, lambda pred: (pred[0] - pred[1]).square().mean(), n_inp=2)
 
 

@@ -35,7 +35,7 @@ def test_the_states_of_a_metric_and_how_they_are_reduced():
 
 
 @pytest.mark.parametrize("name", ["_defaults", "_reductions", "_update_count", "_computed", "_cache"])
-def test_the_name_is_there(name):
+def test_torchmetrics_has_the_name_that_is_used(name):
     assert hasattr(Sums(), name)
 
 
@@ -80,7 +80,7 @@ def test_torchmetrics_objects_are_found_in_others():
     assert [type(m) for m in libraries.torchmetrics_in(Around())] == [Sums]
 
 
-def test_the_states_of_torcheval():
+def test_the_states_of_torcheval_are_known_to_merge_or_not():
     pytest.importorskip("torcheval")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it scripts its functions, of which torch warns

@@ -32,7 +32,7 @@ PRED = torch.tensor([[2.0, 1.0, 0.0], [0.0, 1.0, 2.0], [1.0, 3.0, 2.0], [0.5, 0.
 TARGET = torch.tensor([0, 1, 1, 2])
 
 
-def test_functions():
+def test_metric_functions_have_the_values_of_their_formulas():
     assert accuracy(PRED, TARGET) == 0.5
     assert accuracy(PRED, TARGET.reshape(-1, 1)) == 0.5
     assert error_rate(PRED, TARGET) == 0.5
@@ -89,7 +89,7 @@ def overlaps(found, actual, classes):
     return {"dice": sum(dice) / len(dice), "iou": sum(iou) / len(iou)}
 
 
-def test_dice_and_iou_of_masks():
+def test_dice_and_iou_of_masks_count_overlaps():
     generator = torch.Generator().manual_seed(0)
     scores = torch.randn(5, 4, 6, 7, generator=generator)
     scores[:, 3] -= 100  # a class that is nowhere
@@ -106,7 +106,7 @@ def test_dice_and_iou_of_masks():
     assert float(theirs) == pytest.approx(expected["iou"], abs=1e-6)
 
 
-def test_pixels_that_do_not_count():
+def test_pixels_that_do_not_count_are_left_out():
     scores, target = torch.randn(4, 3, 6, 7), torch.randint(3, (4, 6, 7))
     expected = overlaps(scores.argmax(1)[:, 2:], target[:, 2:], range(3))
     ignores = nn.CrossEntropyLoss(ignore_index=255)
@@ -252,7 +252,7 @@ def test_perplexity_leaves_ignored_targets_out():
     )
 
 
-def test_names():
+def test_meters_have_the_names_of_their_metrics():
     def my_metric(pred, target):
         return 1.0
 
@@ -293,7 +293,7 @@ def test_reset_forgets():
     assert metric.compute() == 0
 
 
-def test_torchmetrics_and_like_objects():
+def test_torchmetrics_and_like_objects_are_metrics():
     from torchmetrics.classification import MulticlassAccuracy
 
     assert evaluate({"acc": MulticlassAccuracy(3, average="micro")}) == {"acc": 0.5}

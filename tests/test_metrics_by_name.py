@@ -69,7 +69,7 @@ def test_values_are_those_of_the_definitions(make):
     assert learn.validate()[1:] == pytest.approx(expected(learn), rel=1e-5)
 
 
-def test_log_probabilities_and_ignored_targets():
+def test_log_probabilities_and_ignored_targets_change_no_metric():
     learn = several_classes()
     learn.metrics = OF_CLASSES
     plain = learn.validate()[1:]

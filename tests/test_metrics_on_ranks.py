@@ -395,7 +395,7 @@ def test_the_users_objects_hold_the_whole_after_a_fit():
     assert distributed.same_everywhere([round(v, 6) for v in values])
 
 
-def test_on_one_process_too():
+def test_metrics_without_sharing_are_those_recorded():
     values, recorded, after_fit, after_validation = fitted(sharing=False)
     assert values == pytest.approx(recorded)
     assert values == pytest.approx(after_fit) == after_validation

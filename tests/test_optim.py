@@ -480,7 +480,7 @@ SCALES, OWN_RATE, OWN_RATES = [{"lr_scale": 0.1}, {}], [{"lr": 1.0}, {}], [{"lr"
         ([{"lr": 0.5, "lr_scale": 0.1}, {}], 0.2, None, [0.05, 0.2]),
     ],
 )
-def test_rates_of_a_splitters_groups(options, learners, fits, expected):
+def test_rates_of_a_splitters_groups_are_kept_or_scaled(options, learners, fits, expected):
     learn = make_learner(splitter=groups_with(*options), lr=learners, cbs=Listens())
     learn.fit(1, fits)
     assert learn.listens.rates == [pytest.approx(expected)] * 2
@@ -740,7 +740,7 @@ def test_splitting_the_groups_changes_no_number():
 BY_NAME = {"*bias": 0, "2.*": 0.01, "*": 0.3}
 
 
-def test_wd_by_patterns_of_names():
+def test_wd_is_given_by_patterns_of_names():
     learn = make_learner(model=norm_model(), opt_func=AdamW, lr=0.01, wd=BY_NAME)
     learn.fit(1)
     expected = {name: 0 if name.endswith("bias") else 0.3 for name, _ in learn.model.named_parameters()}
@@ -1208,7 +1208,7 @@ def test_a_parameter_may_get_its_first_gradient_later_than_others(momentum):
     torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
 
 
-def test_parameters_beside_the_model():
+def test_parameters_beside_the_model_are_found():
     net, loss, other = nn.Linear(2, 1), nn.Bilinear(1, 1, 1), nn.Parameter(torch.zeros(2))
     loss.bias.requires_grad_(False)
     opts = [SGD([*net.parameters(), other, loss.weight], 0.1)]

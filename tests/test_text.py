@@ -5,7 +5,7 @@ import pytest
 from learnerkit.text import columns, did_you_mean, first_few, format_time, in_one_line, in_units, printable
 
 
-def test_did_you_mean():
+def test_did_you_mean_names_the_nearest():
     assert did_you_mean("after_bach", ["before_fit", "after_batch"]) == "; did you mean 'after_batch'?"
     assert did_you_mean("zzz", ["before_fit"]) == ""
     assert did_you_mean("x", []) == ""
@@ -27,7 +27,7 @@ def test_did_you_mean():
         (90061, "25:01:01"),
     ],
 )
-def test_format_time(seconds, expected):
+def test_times_are_written_as_minutes_and_seconds(seconds, expected):
     assert format_time(seconds) == expected
 
 
@@ -35,11 +35,11 @@ def test_format_time(seconds, expected):
     ("text", "width"),
     [("", 0), ("abc", 3), ("naïve", 5), ("nai\u0308ve", 5), ("准确率", 6), ("정확도", 6), ("ｆｕ", 4)],
 )
-def test_columns(text, width):
+def test_columns_are_those_of_a_terminal(text, width):
     assert columns(text) == width
 
 
-def test_the_first_few():
+def test_the_first_few_are_named_and_the_rest_counted():
     assert first_few(["a"]) == "a"
     assert first_few(range(5)) == "0, 1, 2, 3, 4"
     assert first_few(range(7), "; ", n=2) == "0; 1 and 5 more"
@@ -47,7 +47,7 @@ def test_the_first_few():
     assert len(first_few(["b" * 10**7])) < 1100
 
 
-def test_an_error_in_one_line():
+def test_an_error_is_told_in_one_line():
     assert in_one_line(ValueError("wrong\nat length")) == "ValueError: wrong"
     assert in_one_line(KeyError()) == "KeyError"
     assert in_one_line(OSError("\x1b[2Jforged")) == "OSError: \\x1b[2Jforged"
@@ -64,7 +64,7 @@ def test_text_that_is_safe_to_print():
     assert printable("a" * 10**7 + "/file", 10) == "aaaaa ... (10000005 characters) ... /file"
 
 
-def test_in_units():
+def test_bytes_are_written_in_units():
     assert [in_units(n) for n in (5, 999, 2**12, 1020 * 2**10, 1.5 * 2**20, 2**36, 2**50)] == [
         "5 bytes", "999 bytes", "4 KB", "0.996 MB", "1.5 MB", "64 GB", "1.02e+03 TB",
     ]  # fmt: skip

@@ -70,12 +70,12 @@ PARAMETERS = {
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_name_is_there(name):
+def test_torch_has_the_name_that_is_used(name):
     NAMES[name]()
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_the_parameters_are_there(name):
+def test_torchs_functions_have_the_parameters_that_are_used(name):
     function, parameters = PARAMETERS[name]
     text = function.__init__.__doc__ or ""
     assert [parameter for parameter in parameters if parameter not in text] == []
@@ -113,7 +113,7 @@ def test_many_tensors_are_clipped_each_by_itself():
     assert not tensors[2].any()
 
 
-def test_batch_norms():
+def test_batch_norms_are_told_from_other_layers():
     for norm in (nn.BatchNorm1d(2), nn.BatchNorm2d(2), nn.BatchNorm3d(2), nn.SyncBatchNorm(2), nn.LazyBatchNorm2d()):
         assert isinstance(norm, torch_internals.BatchNorm)
     for other in (nn.InstanceNorm1d(2), nn.LayerNorm(2), nn.Linear(2, 2)):
@@ -145,7 +145,7 @@ def test_the_tensors_of_a_module_are_its_own():
     assert {id(t) for t in found} == {id(t) for t in (*module.parameters(), *module.buffers())}
 
 
-def test_the_workers_of_a_loader():
+def test_the_workers_of_a_loader_are_found():
     iterator = iter(DataLoader(range(4), num_workers=2))
     assert len(torch_internals.workers_of(iterator)) == 2
     assert list(torch_internals.workers_of(SimpleNamespace(_workers=[1]))) == []
@@ -196,11 +196,11 @@ def test_a_frame_of_torch_distributed_waits():
     assert torch_internals.waits_for_ranks(frame, set())
 
 
-def test_whose_frame_the_caller_is():
+def test_the_caller_is_found_by_its_frame():
     def inner():
         return torch_internals.caller(1).f_code.co_name
 
-    assert inner() == "test_whose_frame_the_caller_is"
+    assert inner() == "test_the_caller_is_found_by_its_frame"
 
 
 def test_a_loader_with_persistent_workers_keeps_its_iterator_in_one_attribute():

@@ -35,7 +35,7 @@ from learnerkit.explain import is_out_of_memory
         (len, [len]),
     ],
 )
-def test_listify(x, expected):
+def test_listify_makes_a_list_of_anything(x, expected):
     assert utils.listify(x) == expected
 
 
@@ -90,7 +90,7 @@ def test_a_note_of_a_kind_is_added_once():
         (None, "NoneType"),
     ],
 )
-def test_describe(x, expected):
+def test_describe_says_type_and_shape(x, expected):
     assert utils.describe(x) == expected
 
 
@@ -189,7 +189,7 @@ def test_a_number_in_that_map_is_an_accelerator():
     assert [(device.type != "cpu", device.index) for device in utils.spanned_devices(model)] == [(True, 1), (True, 0)]
 
 
-def test_where_a_person_types(monkeypatch):
+def test_front_end_tells_where_a_person_types(monkeypatch):
     import IPython
 
     assert utils.front_end() == ""
@@ -232,7 +232,7 @@ def test_every_single_bit_counts(dtype, shape):
 
 
 @pytest.mark.parametrize("dtype", [*INTEGERS, *FLOATS], ids=str)
-def test_order_counts(dtype):
+def test_the_order_of_values_counts(dtype):
     t = torch.arange(12).to(dtype)
     swapped = t.clone()
     swapped[[3, 8]] = swapped[[8, 3]]
@@ -259,7 +259,7 @@ def test_nan_is_equal_to_itself_and_zeros_are_told_apart():
 
 
 @pytest.mark.parametrize("size", [2**16, 2**16 + 1, 3 * 2**16, 200_001])
-def test_large_tensors(size):
+def test_places_in_large_tensors_count(size):
     """Rows of 2**16 words are told apart, and so are places in them and in the incomplete last one."""
     t = torch.randint(2**31, (size,), dtype=torch.int32)
     rolled = t.roll(2**16)

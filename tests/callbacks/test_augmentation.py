@@ -124,7 +124,7 @@ def test_metrics_see_hard_targets_and_validation_is_plain():
     torch.testing.assert_close(learn.recorder.values[0][2], learn.validate()[0])
 
 
-def test_of_several_one_acts_in_each_batch():
+def test_one_of_several_mixers_acts_in_each_batch():
     mixing, kinds = [MixUp(), CutMix()], []
     note = Callback(order=1, before_batch=lambda cb: kinds.append([mix._mixed is not None for mix in mixing]))
     note.run_valid = False
@@ -328,7 +328,7 @@ def found(rank_pools):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("job", ["smoothing", "all"])
-def test_label_smoothing_on_ranks(found, job):
+def test_label_smoothing_on_ranks_equals_that_on_one_process(found, job):
     (alone,) = found[1, job]
     for rank in found[2, job]:
         torch.testing.assert_close(rank, alone, rtol=1e-11, atol=1e-12)

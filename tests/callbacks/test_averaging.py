@@ -430,7 +430,7 @@ def test_where_nothing_is_fitted_nothing_is_averaged(average):
         (lambda: learner(SWA(), data=DataLoaders(iter(dls().train), device="cpu")).fit(2), "it is an iterator"),
     ],
 )
-def test_what_is_refused(make, said):
+def test_bad_decays_and_steps_of_averages_are_refused(make, said):
     with raises(ValueError, said):
         make()
 

@@ -107,7 +107,7 @@ def test_the_loader_is_back_after_training_and_after_errors():
     assert all(dl is dls.train for dl in found)
 
 
-def test_loaders_without_length():
+def test_loaders_without_length_need_a_number_of_batches():
     dls = DataLoaders(DataLoader(Stream(), 4), device="cpu")
     assert len(fit([ShortEpochCallback(n=3)], dls)[1].train) == 3
     with pytest.raises(ValueError, match=r"pct=0.5.*has no length; say how many to read by n="):
@@ -115,7 +115,7 @@ def test_loaders_without_length():
 
 
 @pytest.mark.parametrize("kwargs", [{}, {"n": 1, "pct": 0.5}])
-def test_one_of_both(kwargs):
+def test_a_short_epoch_takes_a_share_or_a_number(kwargs):
     with pytest.raises(TypeError, match="give one of them"):
         ShortEpochCallback(**kwargs)
 
@@ -124,7 +124,7 @@ def test_one_of_both(kwargs):
     partial(ShortEpochCallback, 0), partial(ShortEpochCallback, 1.5), partial(ShortEpochCallback, n=0),
     partial(ShortEpochCallback, n=1.5), partial(OverfitBatch, 0), partial(OverfitBatch, 0.5),
 ])  # fmt: skip
-def test_numbers_out_of_range(make):
+def test_numbers_of_batches_out_of_range_are_refused(make):
     with pytest.raises(ValueError, match="got"):
         make()
 
@@ -207,7 +207,7 @@ def test_mapping_batches_and_both_callbacks_together():
     assert batches == [0] * 6
 
 
-def test_pretended_dataparallel(two_gpus):
+def test_short_epochs_work_with_data_parallel(two_gpus):
     kinds = []
     learn = make_learner(make_dls(40, 20, 4)).to_parallel()
     seen = Seen()

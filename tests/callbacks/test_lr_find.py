@@ -89,7 +89,7 @@ def test_the_suggestions_have_names():
     assert found == learner().lr_find(num_it=30, show_plot=False)  # the random streams are what they were
 
 
-def test_suggestions_of_ones_own():
+def test_suggestions_of_ones_own_are_taken():
     def first(lrs, losses, num_it):
         return lrs[0]
 
@@ -164,7 +164,7 @@ def test_a_loss_that_is_no_number_ends_it():
     assert len(watch.seen.rates) == 41
 
 
-def test_what_cannot_work_is_refused():
+def test_ranges_and_numbers_that_cannot_work_are_refused():
     learn = learner()
     for start, end in ((0, 1), (-1, 1), (1, 1), (2, 1)):
         with pytest.raises(ValueError, match="the rate must grow, from above 0"):
@@ -314,7 +314,7 @@ def test_a_cancelled_batch_counts_nothing():
     assert len(watch.seen.rates) == 29
 
 
-def test_a_loss_that_sums():
+def test_a_loss_that_sums_moves_the_suggestion_by_the_batch_size():
     dls = make_dls(40)
     learn = make_learner(dls, loss_func=nn.MSELoss(reduction="sum"))
     mean = make_learner(dls)
@@ -333,7 +333,7 @@ def test_an_iterable_without_length_and_without_validation():
     assert learn.lr_find(num_it=20).valley > 0
 
 
-def test_without_default_callbacks():
+def test_the_finder_needs_no_default_callbacks():
     learn = learner(default_cbs=False)
     assert learn.lr_find(num_it=20).valley > 0
     assert learn.pct_train == 0.0
@@ -342,7 +342,7 @@ def test_without_default_callbacks():
 # Several devices and processes
 
 
-def test_with_data_parallel(two_gpus):
+def test_data_parallel_finds_the_same_rate(two_gpus):
     learn = learner()
     before = weights(learn.model)
     with learn.parallel_ctx():

@@ -134,7 +134,7 @@ def test_nested_predictions_become_float32_and_integers_stay():
      CancelFitException, ZeroDivisionError, KeyboardInterrupt],
 )  # fmt: skip
 @pytest.mark.parametrize("order", [-5, pytest.param(50, marks=pytest.mark.soak)])
-def test_nothing_stays_of_a_batch_that_was_cut_short(mode, event, error, order):
+def test_a_batch_that_was_cut_short_leaves_no_autocast(mode, event, error, order):
     between = []
     learn = make_learner(cbs=[MixedPrecision(mode), raising(event, error(), order=order)])
     watch = Callback(
@@ -340,7 +340,7 @@ def test_two_optimizers_and_a_parameter_in_both():
     assert mixed.both.norms == pytest.approx(plain.both.norms, rel=0.02)
 
 
-def test_what_mixed_precision_refuses():
+def test_mixed_precision_refuses_what_it_cannot_do():
     with pytest.raises(ValueError, match="mode='fp61'.*did you mean 'fp16'"):
         MixedPrecision("fp61")
     with pytest.raises(TypeError, match="init_scael.*did you mean 'init_scale'"):
@@ -409,7 +409,7 @@ def test_no_second_copy_of_the_predictions_is_kept_for_the_backward_pass(mode):
     assert learn.get_preds()[0].dtype == torch.float32
 
 
-def test_the_verbs_of_the_learner():
+def test_the_verbs_of_the_learner_replace_each_other():
     learn = make_learner().to_fp16(init_scale=4.0).to_bf16()
     assert [cb.mode for cb in learn.cbs if isinstance(cb, MixedPrecision)] == ["bf16"]
     learn.fit(1)
@@ -579,7 +579,7 @@ def test_sparse_gradients_are_clipped_as_dense_ones(name):
     torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)
 
 
-def test_what_clipping_refuses():
+def test_clipping_refuses_what_it_cannot_do():
     for wrong in ({"max_norm": 2.0}, {"each": True}):
         with raises(ValueError, "max_value clips elements and no norm"):
             GradientClip(max_value=1.0, **wrong)
@@ -752,7 +752,7 @@ def _double(n, seed=0):
 
 @pytest.mark.soak  # the first compilation on a machine takes half a minute
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-def test_inductor(fresh_compiler, monkeypatch, tmp_path):
+def test_training_compiled_by_inductor_is_the_same(fresh_compiler, monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "")  # inductor sets it, and this takes it away again
     monkeypatch.setattr(torch._inductor.config, "compile_threads", 1)  # no processes of its own
@@ -769,7 +769,7 @@ def test_the_plain_model_is_back_after_an_error(fresh_compiler):
     assert learn.model._compiled_call_impl is None
 
 
-def test_compiling_with_mixed_precision(fresh_compiler):
+def test_compiling_goes_together_with_mixed_precision(fresh_compiler):
     learn = make_learner(cbs=[Compile(backend="aot_eager"), MixedPrecision("bf16"), GradientClip()])
     plain = make_learner(cbs=[MixedPrecision("bf16"), GradientClip()])
     learn.fit(2)
@@ -787,7 +787,7 @@ def test_a_wrapped_model_is_left_alone(two_gpus):
     assert backend.graphs == 0
 
 
-def test_what_compile_refuses():
+def test_compile_refuses_what_it_cannot_do():
     with pytest.raises(TypeError, match="'bakend'.*did you mean 'backend'"):
         Compile(bakend="eager")
     learn = make_learner(cbs=Compile(backend="indutor"))
@@ -807,7 +807,7 @@ def on_gpu(**kwargs):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", LOW)
-def test_mixed_precision_on_a_gpu(mode):
+def test_mixed_precision_trains_on_a_gpu(mode):
     learn = on_gpu(cbs=[MixedPrecision(mode), GradientClip()])
     before = learn.validate()[0]
     learn.fit(5)
@@ -834,7 +834,7 @@ def test_a_step_in_bf16_waits_for_nothing():
 
 
 @pytest.mark.gpu
-def test_channels_last_on_a_gpu():
+def test_channels_last_reaches_the_model_on_a_gpu():
     learn = images(cbs=[ChannelsLast(), MixedPrecision("bf16")])
     learn.dls = DataLoaders(learn.dls.train, learn.dls.valid, device="cuda")
     learn.fit(1)

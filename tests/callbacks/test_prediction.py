@@ -159,7 +159,7 @@ class Several(nn.Module):
         return {"a": self.body(x), "b": (x[:, :1], x.new_ones(len(x), len(x)))}
 
 
-def test_nested_predictions():
+def test_nested_predictions_are_joined_by_their_parts():
     learn = make_learner(make_dls(8, 7, 4), Several(), lambda pred, y: pred["a"].mean())
     preds, _ = learn.get_preds()
     x = learn.dls.valid_ds.tensors[0]
@@ -366,7 +366,7 @@ def test_tta_needs_what_augments():
         learn.tta(n=0, batch_tfms=flips)
 
 
-def test_tta_with_data_parallel(two_gpus):
+def test_tta_is_the_same_with_data_parallel(two_gpus):
     learn = make_learner(make_dls(8, 10))
     found = []
     for context in (learn.parallel_ctx(), nullcontext()):

@@ -178,7 +178,7 @@ def test_a_graph_may_be_used_twice():
     assert same_weights(plain, model)
 
 
-def test_units_inside_each_other():
+def test_units_inside_each_other_change_no_number():
     plain, one = fitted(net(Normed)), fitted(net(Normed), ActivationCheckpointing([Normed, "blocks.*.norm", "head"]))
     assert same_weights(plain.model, one.model)
     assert plain.recorder.values == one.recorder.values

@@ -109,7 +109,7 @@ def test_columns_and_values_agree(add_time, train_metrics, valid_metrics, valid,
         assert re.fullmatch(r"\d\d:\d\d\.\d", recorder.log[-1])
 
 
-def test_names_of_metrics():
+def test_metrics_are_named_by_keys_names_and_functions():
     metrics = {"a": mae, "b": AccumMetric(lambda p, t: 1.0, name="c")}
     learn = make_learner(metrics=metrics)
     learn.fit(1)
@@ -409,7 +409,7 @@ def test_nothing_is_logged_outside_a_fit():
 # History and plot
 
 
-def test_the_table_as_a_frame(tmp_path):
+def test_the_table_comes_as_a_frame(tmp_path):
     def log(cb):
         if cb.epoch == 1:
             cb.learn.log_metric("norm", 2.0)

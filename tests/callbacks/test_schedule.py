@@ -544,7 +544,7 @@ def test_cycles_are_whole_numbers(cycles):
         learner().fit_sgdr(**{"n_cycles": 1, "cycle_len": 1, **cycles})
 
 
-def test_restarts_of_equal_length():
+def test_restarts_of_equal_length_repeat_the_cycle():
     learn = learner(batches=2)
     learn.fit_sgdr(3, 1, 0.1, cycle_mult=1)
     assert learn.recorder.lrs == pytest.approx([0.1, 0.05] * 3)
@@ -698,7 +698,7 @@ def test_several_optimizers_have_a_torch_scheduler_each():
     assert seen == [[1.0, 1.0], [0.5, 0.5]]
 
 
-def test_with_data_parallel(two_gpus):
+def test_schedules_are_the_same_with_data_parallel(two_gpus):
     alone, split = learner(), learner()
     with split.parallel_ctx():
         split.fit_flat_cos(1, 0.1)

@@ -81,7 +81,7 @@ def news(values, *args, **kwargs):
 # What is better
 
 
-def test_names_defaults_and_orders():
+def test_trackers_have_fastais_names_defaults_and_orders():
     tracked = {"monitor": "valid_loss", "comp": None, "min_delta": 0.0}
     expected = {
         TrackerCallback: (60, tracked | {"reset_on_fit": True}),
@@ -105,12 +105,12 @@ def test_names_defaults_and_orders():
     ["train_loss", "valid_loss", "Loss", "error_rate", "MeanSquaredError", "mse", "rmse", "mae", "perplexity"]
     + ["valid_rmse", "train_mae", "MSE", "val-mse", "nll", "WER"],
 )
-def test_of_these_less_is_better(name):
+def test_less_is_better_for_losses_and_errors(name):
     assert TrackerCallback(name).best == inf
 
 
 @pytest.mark.parametrize("name", ["accuracy", "valid_accuracy", "f1", "maestro", "tmae2", "answer", "top_5_accuracy"])
-def test_of_these_more_is_better(name):
+def test_more_is_better_for_all_other_columns(name):
     assert TrackerCallback(name).best == -inf
 
 
@@ -133,11 +133,11 @@ def test_of_these_more_is_better(name):
         ([inf, 1, -inf], {"comp": np.less}, "-++"),
     ],
 )
-def test_what_is_a_new_best(values, kwargs, expected):
+def test_a_new_best_is_better_by_more_than_min_delta(values, kwargs, expected):
     assert news(values, **kwargs) == expected
 
 
-def test_best_follows():
+def test_best_follows_the_column_and_passes_over_nan():
     seen, _ = follow(TrackerCallback("score"), [1, 3, nan, 2, 4])
     assert seen.bests == [1, 3, 3, 3, 4]
 
@@ -160,7 +160,7 @@ def test_a_best_for_each_fit_or_for_all():
         ({"comp": operator.eq}, ValueError, r"a function of \(value, best\)"),
     ],
 )
-def test_bad_arguments(kwargs, error, match):
+def test_bad_arguments_of_trackers_are_refused(kwargs, error, match):
     with pytest.raises(error, match=match):
         TrackerCallback(**kwargs)
     with pytest.raises(error, match=match):
@@ -195,7 +195,7 @@ def test_an_unknown_column_is_refused_before_the_fit():
     assert same_weights(learn.model, before)
 
 
-def test_recorders_of_other_columns():
+def test_trackers_follow_recorders_of_other_columns():
     learn = make_learner(metrics=mae, default_cbs=False, cbs=Recorder(add_time=False, train_metrics=True))
     tracker = TrackerCallback("valid_mae")
     learn.fit(2, cbs=tracker)
@@ -204,12 +204,12 @@ def test_recorders_of_other_columns():
         learn.fit(1, cbs=TrackerCallback("mae"))
 
 
-def test_without_a_recorder():
+def test_trackers_ask_for_a_recorder():
     with pytest.raises(ValueError, match=r"no Recorder \(default_cbs=False\): add Recorder\(\)"):
         make_learner(default_cbs=False).fit(1, cbs=TrackerCallback())
 
 
-def test_without_a_validation_loader():
+def test_trackers_without_a_validation_loader_follow_the_training():
     learn = make_learner(make_dls(valid=None))
     with pytest.raises(ValueError, match="columns are train_loss and, without a validation loader, none of validation"):
         learn.fit(1, cbs=SaveModelCallback())
@@ -241,7 +241,7 @@ def test_a_column_that_never_comes_is_told_of():
 # Where it acts
 
 
-def test_start_epoch():
+def test_trackers_begin_at_the_start_epoch():
     stop, save, seen = EarlyStoppingCallback("score", patience=2), SaveModelCallback("score"), []
     found, learn = follow(stop, [1, 0, 0, 9], learn=make_learner(cbs=[save]), start_epoch=3)
     assert found.epochs == [3, 4]
@@ -272,7 +272,7 @@ def test_other_runs_in_mid_fit_do_not_disturb():
     assert found[0][0] == [True, True, False]  # and then it has stopped
 
 
-def test_rows_in_mid_epoch():
+def test_trackers_take_rows_in_mid_epoch():
     """Whoever adds a row calls `take_row` of the trackers, in order."""
 
     class Middle(Callback):
@@ -320,7 +320,7 @@ def test_rows_in_mid_epoch():
         ([3, 2, 2, 1], {"comp": operator.lt}, 3),
     ],
 )
-def test_when_it_stops(values, kwargs, epochs):
+def test_early_stopping_stops_after_its_patience(values, kwargs, epochs):
     seen, learn = follow(EarlyStoppingCallback("score", **kwargs), values)
     assert seen.epochs == list(range(epochs))[: len(seen.epochs)]
     assert len(learn.recorder.values) == epochs
@@ -347,7 +347,7 @@ def test_it_says_so_on_rank_0_in_one_line(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("patience", [0, -1, 1.5, None, True])
-def test_bad_patience(patience):
+def test_bad_patience_is_refused(patience):
     with pytest.raises(TypeError, match=r"got comp='min'; it is a function of \(value, best\)"):
         SaveModelCallback(comp="min")
     for cls in (EarlyStoppingCallback, ReduceLROnPlateau):
@@ -412,7 +412,7 @@ def test_the_best_of_an_earlier_fit():
         assert same_weights(learn.model, [*seen, *last][expected]), (reset, values)
 
 
-def test_every_epoch():
+def test_every_epoch_saves_a_file_for_each():
     for every, epochs in ((True, [0, 1, 2, 3]), (1, [0, 1, 2, 3]), (2, [0, 2]), (3, [0, 3])):
         save = SaveModelCallback(fname=f"by{every}", every_epoch=every, monitor="of no interest")
         seen, learn = follow(save, [1, 3, 2, 0])
@@ -423,7 +423,7 @@ def test_every_epoch():
         assert save.last_saved_path == files[-1]
 
 
-def test_at_end():
+def test_at_end_saves_the_last_weights():
     save = SaveModelCallback("score", at_end=True)
     seen, learn = follow(save, [1, 3, 2, 0])
     assert same_weights(learn.model, seen.weights[3])
@@ -435,7 +435,7 @@ def test_at_end():
     assert save.last_saved_path.stem == "end"
 
 
-def test_with_opt():
+def test_with_opt_saves_the_optimizer_too():
     def learner():
         return make_learner(opt_func=torch.optim.Adam, lr=0.01)
 
@@ -447,7 +447,7 @@ def test_with_opt():
     assert step == {False: 8, True: 4}
 
 
-def test_names_of_files(tmp_path):
+def test_saved_files_have_the_names_that_are_given(tmp_path):
     save = SaveModelCallback("score", fname=tmp_path / "there" / "best.pt")
     seen, learn = follow(save, [3, 1])
     assert same_weights(learn.model, seen.weights[0])
@@ -494,7 +494,7 @@ def rates(values, lr=1.0, learn=None, **kwargs):
         ([1, None, 1, None, 1], {"patience": 2}, [1, 1, 1, 1, 0.1]),
     ],
 )
-def test_when_it_reduces(values, kwargs, expected):
+def test_the_rate_is_reduced_after_its_patience(values, kwargs, expected):
     assert rates(values, **kwargs) == pytest.approx(expected)
 
 
@@ -522,7 +522,7 @@ def test_every_group_is_reduced(capsys):
     assert sum(found, []) == pytest.approx([0.1, 0.1, 1, 1, 0.01, 0.01, 0.1, 0.1])
 
 
-def test_several_optimizers():
+def test_the_rates_of_several_optimizers_are_reduced():
     class Two(type(make_learner())):
         def create_opt(self):
             self.opt = {str(i): self.opt_func(group, lr=self.lr) for i, group in enumerate(halves(self.model))}
@@ -530,7 +530,7 @@ def test_several_optimizers():
     assert rates([1, 0], learn=make_learner(cls=Two)) == pytest.approx([1, 0.1])
 
 
-def test_rates_that_are_tensors():
+def test_rates_that_are_tensors_are_reduced_and_stay_tensors():
     def sgd(groups, lr):
         return torch.optim.SGD(groups, lr=torch.tensor(lr))
 
@@ -558,7 +558,7 @@ sched, half = ParamScheduler, combined_cos(0.5, 0.1, 0.5, 0.1)
 
 
 @pytest.mark.parametrize("kwargs", [{"factor": 1}, {"factor": 0.1}, {"factor": nan}, {"min_lr": -1}])
-def test_bad_factors(kwargs):
+def test_bad_factors_are_refused(kwargs):
     with pytest.raises(ValueError, match=f"got {next(iter(kwargs))}="):
         ReduceLROnPlateau(**kwargs)
 
@@ -741,7 +741,7 @@ def test_what_is_said_stands_between_rows(capsys):
     assert lines[-1].endswith("stopping")
 
 
-def test_with_data_parallel(two_gpus):
+def test_trackers_decide_the_same_with_data_parallel(two_gpus):
     learn, seen = make_learner(cbs=TerminateOnNaNCallback()), []
     look = Callback(
         after_epoch=lambda cb: seen.append((isinstance(cb.model, Wrapped), weights(cb.learn.model.module))), order=70
@@ -788,7 +788,7 @@ def test_on_a_gpu_a_nan_ends_the_fit_without_a_sync_per_step(capsys):
 
 
 @pytest.mark.gpu
-def test_trackers_on_a_gpu():
+def test_trackers_save_the_best_weights_on_a_gpu():
     learn = make_learner(DataLoaders(DataLoader(make_data(8), 4), DataLoader(make_data(4), 4), device="cuda"))
     seen, _ = follow(SaveModelCallback("score"), [1, 3, 2, 0], learn=learn)
     assert same_weights(learn.model, seen.weights[1])

@@ -84,7 +84,7 @@ def test_a_batch_without_a_step_counts_as_its_step():
         assert len(batches) == count
 
 
-def test_a_loader_without_length():
+def test_a_loader_without_length_is_trained_for_so_many_steps():
     learn = make_learner(DataLoaders(DataLoader(Stream(), 4), DataLoader(make_data(4), 4), device="cpu"))
     learn.fit_one_cycle(n_steps=8, lr_max=0.1)
     assert learn.recorder.iters == [3, 6, 8]
@@ -114,14 +114,14 @@ def cut_short(cb):
         raise CancelTrainException
 
 
-def test_without_default_callbacks():
+def test_fits_of_steps_need_no_default_callbacks():
     steps = []
     learn = learner(default_cbs=False, cbs=Callback(after_step=lambda cb: steps.append(1)))
     learn.fit(n_steps=7)
     assert len(steps) == 7
 
 
-def test_one_of_epochs_and_steps():
+def test_a_fit_takes_epochs_or_steps():
     learn = learner()
     for args in ({}, {"n_epoch": 1, "n_steps": 1}):
         for fit in (learn.fit, learn.fit_one_cycle, learn.fit_flat_cos):
@@ -244,7 +244,7 @@ def test_the_plot_has_a_point_for_each_row(plt):
     assert list(valid.get_xdata()) == [2, 4, 5]
 
 
-def test_what_cannot_work_is_refused():
+def test_bad_steps_between_validations_are_refused():
     for n in (0, 1.5, None):
         with pytest.raises(ValueError, match="a number of optimizer steps, 1 or more"):
             ValidateEvery(n)
@@ -259,7 +259,7 @@ def test_it_sits_out_what_is_no_fit():
     assert log == []
 
 
-def test_with_data_parallel(two_gpus):
+def test_fits_of_steps_are_the_same_with_data_parallel(two_gpus):
     split, alone = learner(), learner()
     with split.parallel_ctx():
         split.fit(n_steps=7, cbs=ValidateEvery(2))

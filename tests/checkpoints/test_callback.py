@@ -703,7 +703,7 @@ def test_a_trial_of_a_search_resumes_its_own_run_alone(tmp_path, monkeypatch, ca
         ("0.0000001min", ["fit0-epoch2-step5", "fit0-epoch2-step6", "fit0-epoch2-step6-done"]),
     ],
 )
-def test_how_often_it_saves(every, names, tmp_path):
+def test_checkpoints_are_saved_as_often_as_every_says(every, names, tmp_path):
     learn = make_learner(cbs=CheckpointCallback(tmp_path, every))
     with learn.no_logging():
         learn.fit(3)
@@ -711,7 +711,7 @@ def test_how_often_it_saves(every, names, tmp_path):
 
 
 @pytest.mark.parametrize("every", [0, True, "1", "min", "0min", "10s", 2.5, None])
-def test_what_it_does_not_take(every):
+def test_a_bad_every_of_checkpoints_is_refused(every):
     with raises(ValueError, f"got every={every!r}", "'epoch', a number of optimizer steps"):
         CheckpointCallback("x", every)
 
@@ -884,7 +884,7 @@ def test_a_file_system_that_does_not_sync_directories_can_hold_checkpoints(tmp_p
             learn.fit(1)
 
 
-def test_two_of_them_are_refused(tmp_path):
+def test_two_checkpoint_callbacks_are_refused(tmp_path):
     learn = make_learner(cbs=[CheckpointCallback(tmp_path / "a"), CheckpointCallback(tmp_path / "b")])
     with raises(ValueError, "two callbacks CheckpointCallback"):
         learn.fit(1)

@@ -87,7 +87,7 @@ def test_the_lengths_of_a_batch_tell_its_size_if_they_agree(batch, sizes):
     assert likely_sizes(batch) == sizes
 
 
-def test_split():
+def test_a_batch_is_split_into_inputs_and_targets():
     dls = DataLoaders([1], target_keys=("y", "z"))
     a, b, c = torch.ones(1), torch.ones(2), torch.ones(3)
     assert dls.split((a, b)) == ((a,), (b,))
@@ -148,7 +148,7 @@ class Boxes:
     names: list
 
 
-def test_concat():
+def test_batches_are_joined_by_their_parts():
     batches = [{"p": torch.full((n, 2), n), "q": (torch.ones(n),)} for n in (2, 3)]
     whole = concat(batches)
     assert whole["p"].shape == (5, 2)

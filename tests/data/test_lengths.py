@@ -83,7 +83,7 @@ def test_batches_of_other_samplers_are_joined_in_an_uneven_step():
     assert list(distribute([[0, 1, 2], [3]], 2, False, 1, join=False, n=2)) == [[[0, 1, 2], [3]]]
 
 
-def test_nothing_to_batch():
+def test_length_batches_need_samples_and_a_budget():
     with raises(ValueError, "got 0 samples and tokens=5"):
         LengthBatches([], 5)
     with raises(ValueError, "got 2 samples and tokens=0"):

@@ -42,7 +42,7 @@ def test_what_is_no_loader_is_refused():
         DataLoaders([1], numbers(3))
 
 
-def test_access():
+def test_loaders_are_found_by_name_and_number():
     train, valid, test = [1], [2], [3]
     dls = DataLoaders(train, valid, test, device="cpu")
     assert dls.train is train
@@ -70,7 +70,7 @@ def test_other_datasets_go_through_torch():
     assert list(doubled) == [2, 2]
 
 
-def test_from_datasets_options():
+def test_options_of_from_datasets_reach_the_loaders():
     dls = DataLoaders.from_datasets(
         numbers(10), numbers(5), numbers(6), bs=4, valid_bs=3, drop_last=True, num_workers=0, device="cpu"
     )

@@ -106,7 +106,7 @@ def test_seeded_samplers_give_back_what_they_lent():
         assert dl.sampler.generator is generator
 
 
-def test_keep_seeds():
+def test_keep_seeds_gives_random_streams_back():
     with keep_seeds():
         first = torch.rand(1)
     assert torch.equal(first, torch.rand(1))

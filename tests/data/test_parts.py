@@ -18,16 +18,16 @@ def test_a_share_takes_as_many_of_each_group_and_leaves_one_to_train_on():
 
 
 @pytest.mark.parametrize("valid", [[1, 3], range(1, 4, 2), np.array([3, 1]), [False, True, False, True]])
-def test_rows_by_number_or_mask(valid):
+def test_rows_are_held_out_by_number_or_mask(valid):
     assert held_out(valid, np.zeros(4), 0).tolist() == [False, True, False, True]
 
 
-def test_nothing_is_held_out():
+def test_valid_none_holds_out_no_row():
     assert not held_out(None, np.zeros(4), 0).any()
 
 
 @pytest.mark.parametrize("valid", [1.5, 0.0, "test", [4], [-1], [0.5], [], [True, False]])
-def test_what_is_no_part(valid):
+def test_a_valid_that_names_no_part_is_refused(valid):
     with raises(ValueError, "it is a share between 0 and 1, a mask of the 4 rows, a list of row numbers"):
         held_out(valid, np.zeros(4), 0)
     with raises(ValueError, "leaves 0 rows to train on"):

@@ -31,7 +31,7 @@ def on_ranks(jobs):
 
 
 @on_ranks(JOBS)
-def test_equals_one_process(found, n, job):
+def test_a_sample_job_on_ranks_equals_one_process(found, n, job):
     alone = {name: value for name, value in found[1, job][0].items() if name != "said"}
     assert torch.isfinite(torch.tensor(alone["losses"])).all()
     for i, rank in enumerate(found[n, job]):
@@ -42,6 +42,6 @@ def test_equals_one_process(found, n, job):
 
 
 @on_ranks(REFUSED)
-def test_is_refused(found, n, job):
+def test_a_sample_job_that_cannot_be_right_is_refused(found, n, job):
     for rank in found[n, job]:
         assert REFUSED[job][1] in (rank["refused"] or "nothing")

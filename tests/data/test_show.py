@@ -19,7 +19,7 @@ def titles(figure):
 
 
 @pytest.mark.parametrize("kind", ["normalised", "uint8", "gray", "array"])
-def test_images_with_their_classes(plt, kind):
+def test_images_are_shown_with_their_classes(plt, kind):
     x = torch.rand(6, 3, 5, 4)
     made = {"normalised": x * 4 - 2, "uint8": (x * 255).byte(), "gray": x[:, 0], "array": x.movedim(1, -1)}[kind]
     y = torch.arange(6) % 2
@@ -37,7 +37,7 @@ def test_images_with_their_classes(plt, kind):
     assert np.allclose(shown, expected, atol=0.01)
 
 
-def test_pictures_of_pillow(plt):
+def test_pictures_of_pillow_are_shown_with_their_targets(plt):
     image = pytest.importorskip("PIL.Image")
     data = [(image.new("RGB", (4, 5), (255, 0, 0)), 1.5), (image.new("L", (4, 5), 51), 2.0)]
     dls = DataLoaders(
@@ -50,7 +50,7 @@ def test_pictures_of_pillow(plt):
     assert gray[0, 0] == pytest.approx(0.2)
 
 
-def test_text_and_tokens():
+def test_text_and_tokens_are_shown_as_rows():
     long = "a long and winding text " * 20
     dls = DataLoaders(DataLoader([("short", 1), (f"{long}\n<b>", 0)], 2), classes=["bad", "good"])
     table = dls.show_batch()
@@ -69,7 +69,7 @@ def test_text_and_tokens():
     assert row == ["0 1 2 3 4 5 6 7 8 9 10 11 ... (30 values)", "1"]
 
 
-def test_rows_of_tables():
+def test_rows_of_tables_are_shown_by_their_columns():
     rows = [({"age": 30 + i, "fare": 1.5 * i, "name": f"p{i}"}, 12345.5 * i) for i in range(3)]
     table = DataLoaders(DataLoader(rows, 3)).show_batch(2)
     assert table.names == ["age", "fare", "name", "target"]

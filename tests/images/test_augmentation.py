@@ -157,7 +157,7 @@ def test_transforms_of_torchvision_get_images_and_targets():
     assert (found.shape, moved.shape) == ((3, 3, 10, 10), (3, 10, 10))
 
 
-def test_what_is_refused():
+def test_bad_scales_and_ratios_are_refused():
     with raises(ValueError, "got scale=(0.5, 1.5); it is (least, largest), above 0 and up to 1"):
         ImageAugmentation(scale=(0.5, 1.5))
     with raises(ValueError, "got ratio=(2, 1)"):

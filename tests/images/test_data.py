@@ -106,7 +106,7 @@ def test_training_and_validation_have_folders_of_their_own(folder):
         ImageData.from_folder("parts", "val")
 
 
-def test_what_is_refused(folder):
+def test_pictures_without_usable_labels_are_refused(folder):
     with raises(FileNotFoundError, "there are no pictures in empty; their names end in .jpg"):
         Path("empty").mkdir()
         ImageData.from_folder("empty")

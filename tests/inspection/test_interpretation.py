@@ -79,7 +79,7 @@ def test_top_losses_are_shown_with_their_inputs(plt):
 
 
 @pytest.mark.parametrize("shape", [(), (1,)])
-def test_one_logit_for_two_classes(shape):
+def test_one_logit_tells_two_classes(shape):
     x = torch.randn(20, 1)
     y = (torch.arange(20) % 2).float().view(-1, *shape)
     dls = DataLoaders(DataLoader(TensorDataset(x, y), 8), DataLoader(TensorDataset(x, y), 8), device="cpu")

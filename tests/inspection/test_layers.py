@@ -111,7 +111,7 @@ AT_ENDS = {
 @pytest.mark.slow  # to import transformers
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of transformers, as it is imported
 @pytest.mark.parametrize("kind", AT_ENDS)
-def test_layers_of_transformers(kind):
+def test_layers_of_transformers_decay_by_depth(kind):
     transformers = pytest.importorskip("transformers")
     config = getattr(transformers, f"{kind}Config")(**SMALL)
     ends = {"Bert": "ForSequenceClassification", "ViT": "ForImageClassification", "Llama": "ForSequenceClassification"}

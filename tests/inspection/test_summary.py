@@ -82,7 +82,7 @@ def test_kept_activations_and_the_state_of_an_optimizer_that_has_run():
 
 
 @pytest.mark.parametrize("broken", [False, True])
-def test_nothing_stays_behind(broken):
+def test_the_summary_leaves_the_model_as_it_was(broken):
     learn = make_learner(dls=make_dls(train=8))
     learn.dls = DataLoaders(DataLoader(make_data(8), 4, shuffle=True, num_workers=2), device="cpu")
     learn.model.append(nn.BatchNorm1d(1))

@@ -76,7 +76,7 @@ def disturb(learn):
 @pytest.mark.parametrize("fitted", [True, False])
 @pytest.mark.parametrize("opt_func", [AdamW, lambda params, lr: SGD(params, lr, momentum=0.9)])
 @pytest.mark.parametrize("wd", [None, 0.1])
-def test_nothing_changes(opt_func, fitted, wd, error):
+def test_unchanged_puts_everything_back(opt_func, fitted, wd, error):
     learn = learner(opt_func, fitted, wd=wd)
     learn.model.body.weight.grad = torch.full_like(learn.model.body.weight, 0.5)
     tensors = [id(t) for t in (*learn.model.parameters(), *learn.model.buffers())]

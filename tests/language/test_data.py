@@ -14,7 +14,7 @@ from learnerkit.language.codec import train_tokenizer
 from learnerkit.language.data import TextData
 
 
-def test_labels_parts_and_classes():
+def test_texts_have_labels_parts_and_classes():
     texts, labels = make_texts()
     data = make_data(valid=[0, 1, 2])
     assert data.classes == ["animal", "food"]
@@ -179,7 +179,7 @@ def test_folders_are_classes(tmp_path):
 
 
 @pytest.mark.slow
-def test_columns_of_a_frame():
+def test_texts_come_from_the_columns_of_a_frame():
     pandas = pytest.importorskip("pandas")
     texts, labels = make_texts()
     df = pandas.DataFrame({"said": texts, "kind": labels}, index=range(100, 160))

@@ -91,7 +91,7 @@ def test_a_classifier_in_steps_of_two_batches_with_clipped_gradients():
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("model", mostly_soak(["classifier", "gpt2", "llama"], "classifier", "llama"))
 @pytest.mark.parametrize("saving_memory", mostly_soak([False, True], True))
-def test_all_of_them(model, saving_memory):
+def test_transformers_on_ranks_train_as_on_one_process(model, saving_memory):
     pytest.importorskip("transformers")
     cbs = [GradientClip(0.5), *([GradientAccumulation(n_batches=3)] if saving_memory else [])]
     tolerance = 1e-6 if model == "llama" else 1e-9  # its norms round to float32

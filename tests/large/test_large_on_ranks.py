@@ -263,7 +263,7 @@ def test_ranks_share_the_writing_of_a_checkpoint():
 
 @slow_on_ranks
 @pytest.mark.parametrize("sync", [True, False])
-def test_sums_of_several_batches(sync):
+def test_sums_of_several_batches_are_those_of_one_process(sync):
     from learnerkit import GradientAccumulation
 
     learn = learner(GradientAccumulation(n_batches=3))

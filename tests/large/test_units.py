@@ -155,7 +155,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_units_of_models(name):
+def test_the_units_of_models_are_their_blocks(name):
     make, expected = MODELS[name]
     with torch.device("cpu" if name == "experts" else "meta"):
         model = make()
@@ -210,7 +210,7 @@ CHOSEN = {
 
 
 @pytest.mark.parametrize("name", CHOSEN)
-def test_units_by_names_and_classes(name):
+def test_units_are_chosen_by_names_and_classes(name):
     chosen, expected = CHOSEN[name]
     assert list(units(GPT(), chosen)) == expected
 

@@ -185,7 +185,7 @@ def test_bad_values_are_one_line_and_code_2(no_gpu, capsys, arguments, message):
         ("NoDevFiles", []),
     ],
 )
-def test_listed_gpus(visible, names):
+def test_listed_gpus_keep_their_names_and_order(visible, names):
     assert listed_gpus(visible) == names
     assert gpu_names({"CUDA_VISIBLE_DEVICES": visible}) == names
 
@@ -214,7 +214,7 @@ def test_nvml_is_asked_through_ctypes(monkeypatch, started, answer, count):
     assert gpus.count_with_nvml() == count
 
 
-def test_no_nvml_library(monkeypatch):
+def test_a_missing_nvml_library_counts_no_gpus(monkeypatch):
     def missing(name):
         raise OSError
 
@@ -229,7 +229,7 @@ def test_torch_is_asked_in_another_process(monkeypatch, answer, count):
     assert gpus.count_with_torch() == count
 
 
-def test_number_of_processes():
+def test_the_number_of_processes_is_that_of_the_gpus():
     four, none = {"CUDA_VISIBLE_DEVICES": "4,5,GPU-a,7"}, {"CUDA_VISIBLE_DEVICES": ""}
     assert choose_processes(None, None, four) == (4, None)
     assert choose_processes(3, None, four) == (3, None)
@@ -257,7 +257,7 @@ def test_number_of_processes():
         (["--nnodes", "2", "--rdzv-endpoint", "b"], Elastic(2, 2, "b", 29500), 3),
     ],
 )
-def test_how_machines_meet(no_gpu, options, nodes, nproc):
+def test_options_say_how_machines_meet(no_gpu, options, nodes, nproc):
     plan = parse([*options, "--nproc", "3", "--max-restarts", "2", __file__])
     assert plan == Plan(Job([__file__], nproc), 2, nodes)
 
@@ -341,7 +341,7 @@ def test_the_launcher_needs_the_standard_library_only(run):
     assert (code, out, err) == (0, "{'learnerkit'}\n", "")
 
 
-def test_help(launched):
+def test_help_shows_all_options(launched):
     code, out, err = launched("--help", env={"COLUMNS": "80"}).finish()
     assert (code, err) == (0, "")
     assert "--nproc N, --nproc-per-node N" in out
@@ -517,7 +517,7 @@ def test_a_rank_that_does_not_stop_is_killed_after_the_grace_time(launched):
 # Signals
 
 
-def test_ctrl_c(launched):
+def test_ctrl_c_waits_for_the_ranks_to_stop(launched):
     process = launched("--nproc", 2, SCRIPTS / "launch_wait.py", "plain")
     process.wait_for("ready")
     process.send_signal(signal.SIGINT)
@@ -606,7 +606,7 @@ def test_usr1_without_a_handler_is_a_failure_of_the_script(launched):
     assert "was killed by signal 10 (SIGUSR1)" in says(err)[0]
 
 
-def test_nohup(launched):
+def test_a_job_under_nohup_outlives_the_terminal(launched):
     old = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         process = launched("--nproc", 2, SCRIPTS / "launch_wait.py", "brief")
@@ -634,7 +634,7 @@ def test_nothing_outlives_a_launcher_that_is_killed(launched):
 
 
 @pytest.mark.soak
-def test_two_jobs_at_once(launched):
+def test_two_jobs_at_once_do_not_meet(launched):
     two = launched("--nproc", 2, SCRIPTS / "launch_group.py", env={"MASTER_PORT": "29500"})
     one = launched(SCRIPTS / "launch_group.py")
     for process, size in ((two, 2), (one, 1)):

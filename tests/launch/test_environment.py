@@ -7,7 +7,7 @@ from learnerkit.processes.machine import shared_file
 from learnerkit.text import escaped, escaped_line, killed_by
 
 
-def test_rank_environment():
+def test_a_rank_gets_its_place_in_the_environment():
     given = {"RANK": "7", "WORLD_SIZE": "9", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "old", "GROUP_RANK": "1"}
     given |= {"KEPT": "yes", "NCCL_SOCKET_IFNAME": "eth0", "CUDA_VISIBLE_DEVICES": "3", "GROUP_NAME": "mine"}
     copy = dict(given)

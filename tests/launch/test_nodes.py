@@ -92,12 +92,12 @@ def test_an_endpoint_is_a_host_and_a_port(text, parts):
 
 
 @pytest.mark.parametrize("text", ["", ":80", "node1:", "node1:x", "node1:0", "node1:70000", "[::1]:"])
-def test_what_is_no_endpoint(text):
+def test_a_text_that_is_no_endpoint_is_refused(text):
     with pytest.raises(ValueError, match="give host:port, such as node1:29500"):
         parse_endpoint(text, 29500)
 
 
-def test_addresses_of_this_machine():
+def test_addresses_of_this_machine_are_known_as_its_own():
     assert own_address(LOOPBACK, 1) == LOOPBACK
     assert interface_of(LOOPBACK) == LOOPBACK_INTERFACE
     assert interface_of("203.0.113.7") is None

@@ -112,7 +112,7 @@ HETEROGENEOUS = variables(
         ("[1-2],7", ["1", "2", "7"]),
     ],
 )
-def test_lists_of_nodes(text, names):
+def test_lists_of_nodes_are_expanded(text, names):
     assert expand_nodes(text) == names
 
 
@@ -120,7 +120,7 @@ def test_lists_of_nodes(text, names):
     "text",
     ["", ",", "a,", ",a", "a,,b", "a[", "a]", "a[]", "a[1-]", "a[1,]", "a[x]", "a[1-2", "a[[1]]", "a b", "a[4,3-1]"],
 )
-def test_malformed_lists_of_nodes(text):
+def test_malformed_lists_of_nodes_are_refused(text):
     with pytest.raises(ValueError, match=f"^{re.escape(repr(text))} is not a list of nodes"):
         expand_nodes(text)
 
@@ -138,13 +138,13 @@ def test_malformed_lists_of_nodes(text):
         (PTY_OF_FOUR, (0, 4, True, "gpu01")),  # without a terminal: started by srun in such a shell
     ],
 )
-def test_tasks_of_srun(environ, expected):
+def test_tasks_of_srun_know_their_place(environ, expected):
     task = current_task(environ)
     assert (task.number, task.count, task.one_gpu, task.addr) == expected
     assert advice(environ) == ""
 
 
-def test_a_port_for_each_step():
+def test_each_job_step_has_a_port_of_its_own():
     ports = set()
     for job in range(123456, 123476):
         for step in range(4):
@@ -177,7 +177,7 @@ SRUN = "`srun python -m learnerkit.launch ...`"
         (ONE_PER_NODE | {"SLURM_STEP_NUM_TASKS": "1"}, ""),
     ],
 )
-def test_no_other_launchers(environ, advised):
+def test_tasks_of_other_launchers_are_not_taken_for_ours(environ, advised):
     assert current_task(environ) is None
     assert advice(environ) == advised
 
@@ -213,7 +213,7 @@ def test_a_shell_in_a_step_is_no_task(monkeypatch):
         (ARBITRARY, "--distribution=arbitrary nothing says"),
     ],
 )
-def test_environments_that_cannot_be_right(environ, message):
+def test_environments_that_cannot_be_right_are_refused(environ, message):
     with pytest.raises(ValueError, match=message):
         current_task(environ)
 
@@ -227,7 +227,7 @@ def directives(script):
     return re.findall("^#SBATCH --(.*)$", script, re.MULTILINE)
 
 
-def test_the_directives():
+def test_the_script_has_a_directive_for_each_option():
     least = batch_script(["train.py"], nodes=1, gpus_per_node=None, time=None, job_name="train")
     assert directives(least) == [
         "job-name=train", "nodes=1", "ntasks-per-node=1", "signal=B:USR1@120", "requeue", "open-mode=append",
@@ -250,7 +250,7 @@ def test_the_directives():
 
 
 @pytest.mark.parametrize("time", ["5", "5:00", "08:00:00", "1-0", "0-0:05", "2-03:04:05", "UNLIMITED", "infinite"])
-def test_limits_of_time(time):
+def test_limits_of_time_stand_in_the_script(time):
     assert f"#SBATCH --time={time}\n" in batch_script(["train.py"], **USUAL | {"time": time})
 
 
@@ -348,7 +348,7 @@ def test_limits_of_time(time):
         ({"account": "-x"}, "--account"),
     ],
 )
-def test_bad_values(values, message):
+def test_bad_values_of_script_options_are_refused(values, message):
     with pytest.raises(ValueError, match=message):
         batch_script(["train.py"], **USUAL | values)
 
@@ -368,12 +368,12 @@ def test_bad_values(values, message):
         ("mem-bind=local", "mem-bind=local"),
     ],
 )
-def test_other_options_of_sbatch(given, written):
+def test_other_options_of_sbatch_stand_in_the_script(given, written):
     assert written in directives(batch_script(["train.py"], **USUAL, sbatch=["nice=3", given]))
     assert "nice=3" in directives(batch_script(["train.py"], **USUAL, sbatch=["nice=3", given]))
 
 
-def test_options_of_one_letter():
+def test_options_of_one_letter_stand_in_the_script():
     script = batch_script(["train.py"], **USUAL, sbatch=["-C a100", "-x gpu01", "-H"])
     assert "#SBATCH -C a100\n#SBATCH -x gpu01\n#SBATCH -H\n" in script
 
@@ -720,7 +720,7 @@ def facts(printed):
 
 @pytest.mark.slow
 @needs_slurm
-def test_real_environments(cluster):
+def test_tasks_of_a_real_cluster_know_their_place(cluster):
     def tasks(count, one_gpu):
         return [((number, count, one_gpu, NODES[0]), "") for number in range(count)]
 

@@ -457,7 +457,7 @@ assert learn.opt is None
 
 
 @pytest.mark.soak
-def test_features_of_callbacks_in_workers(kernel):
+def test_features_of_callbacks_come_back_from_workers(kernel):
     "What they learn, change and show comes back as from a fit of the kernel's own."
     shown = kernel.run("""
 from functools import partial
@@ -829,7 +829,7 @@ with learn.distrib_ctx(nproc=2):
 
 
 @pytest.mark.slow
-def test_refusals(kernel):
+def test_bad_options_of_workers_are_refused(kernel):
     shown = kernel.run("""
 import pytest
 learn = make_learner()
@@ -919,7 +919,7 @@ kept = [before - torch.cuda.mem_get_info(i)[0] for i, before in zip(devices, fre
 
 @pytest.mark.soak
 @pytest.mark.parametrize("command", [["-i", "-q"], ["-m", "IPython", "--simple-prompt", "--no-banner"]])
-def test_from_a_prompt(command, tmp_path):
+def test_workers_train_from_a_prompt(command, tmp_path):
     "Lines are typed at a real terminal; rank 0 shows its table and bar in it."
     (tmp_path / "cells.py").write_text(PROMPT)
     # A prompt runs compound statements line by line; a file read at the prompt is typed text all the same.

@@ -192,7 +192,7 @@ def test_a_cancel_at_any_event_ends_all_ranks_alike(kind, event, training, order
 
 
 @on_ranks
-def test_a_cancel_in_a_cleanup():
+def test_a_cancel_in_a_cleanup_is_no_error():
     learn = make_learner(Do("cleanup_train", throw(CancelFitException())))
     error, took = fit(learn)
     assert error is None, error

@@ -47,7 +47,7 @@ def test_a_model_that_spans_devices_is_refused():
     learn.fit(1)
 
 
-def test_to_and_detach():
+def test_to_parallel_adds_the_callback_and_detach_removes_it():
     learn = make_learner()
     assert any(isinstance(cb, DataParallelCallback) for cb in learn.to_parallel([0, 1]).cbs)
     assert not any(isinstance(cb, DataParallelCallback) for cb in learn.detach_parallel().cbs)
@@ -418,7 +418,7 @@ def test_several_devices_equal_one(three_gpus, case, on_replicas):
 
 
 @pytest.mark.parametrize(("on_replicas", "sizes"), [(True, [4, 4, 2, 4, 4, 2, 1]), (False, [10, 10, 1])])
-def test_where_the_loss_is_computed(three_gpus, on_replicas, sizes):
+def test_the_loss_is_computed_where_it_is_asked_for(three_gpus, on_replicas, sizes):
     def loss(pred, target):
         seen.append(len(target))
         return F.mse_loss(pred, target)
@@ -532,7 +532,7 @@ def closing_over(thing):
     return lambda pred, target: thing(pred, target) if callable(thing) else F.mse_loss(pred, target) * thing
 
 
-def test_losses_that_move():
+def test_losses_that_hold_no_other_state_move_to_replicas():
     for loss in (
         nn.MSELoss(), nn.CrossEntropyLoss(WEIGHT), Scaled(), F.cross_entropy, F.mse_loss, masked,
         partial(F.cross_entropy, weight=WEIGHT), closing_over(nn.MSELoss()), closing_over(2.0),
@@ -559,7 +559,7 @@ def test_a_partial_moves_to_the_replica():
     assert devices == ["meta"] * 4
 
 
-def test_a_compiled_loss():
+def test_a_compiled_loss_is_replicated_uncompiled():
     loss = nn.MSELoss()
     replica = _Replica(make_model(), torch.compile(loss, backend="eager"))
     assert replica.loss_func is loss  # compiled, it would call the whole
@@ -587,7 +587,7 @@ def test_a_loss_that_cannot_be_cut_up_is_computed_on_one_device(three_gpus, kwar
     assert max(three_gpus) == 10
 
 
-def test_class_weights_of_zero(three_gpus):
+def test_class_weights_of_zero_change_no_number_on_replicas(three_gpus):
     def made(*cbs):
         data = make_classes(21)
         data.tensors[1][:4], data.tensors[1][-9:] = 0, 1  # the first replica's part of the first batch weighs nothing
@@ -632,7 +632,7 @@ KINDS = {  # what the model returns, and the weight
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_counts_that_the_model_returns(three_gpus, kind):
+def test_counts_that_the_model_returns_weigh_the_replicas(three_gpus, kind):
     output, weight = KINDS[kind]
 
     def train(*cbs):
@@ -671,7 +671,7 @@ def test_targets_that_are_not_one_per_sample_stay_whole(three_gpus):
     torch.testing.assert_close(several.recorder.values, one.recorder.values, rtol=1e-12, atol=1e-12)
 
 
-def test_a_penalty_on_the_predictions(three_gpus):
+def test_a_penalty_on_the_predictions_counts_as_on_one_device(three_gpus):
     def punish(cb):
         cb.learn.loss_grad = cb.loss_grad + cb.pred.square().mean()
 
@@ -723,7 +723,7 @@ def test_another_model_put_there_by_a_callback_is_the_one_used(three_gpus):
     assert several.recorder.values[0][1] == pytest.approx(one.validate()[0], abs=1e-12)
 
 
-def test_validate_in_mid_training(three_gpus):
+def test_validating_in_mid_training_changes_no_number(three_gpus):
     def validate(cb):
         if cb.training:
             seen.append(cb.learn.validate())

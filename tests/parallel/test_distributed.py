@@ -9,7 +9,7 @@ from learnerkit.parallel.loaders import rank_loader
 
 
 @pytest.mark.soak
-def test_under_mp_spawn(tmp_path):
+def test_training_works_under_mp_spawn(tmp_path):
     assert "spawned well" in run_script("spawned.py", tmp_path, way="python")
 
 

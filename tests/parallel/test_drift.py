@@ -26,7 +26,7 @@ class TwoOptimizers(Learner):
         }
 
 
-def test_names():
+def test_the_table_names_all_that_is_compared():
     learn = make_learner(opt_func=torch.optim.AdamW)
     learn.fit(1)
     table = state_table(learn)
@@ -45,7 +45,7 @@ def test_names():
     assert "optimizer 'w' exp_avg of parameter 0 of group 1" in table
 
 
-def test_state_in_lists():
+def test_state_in_lists_is_compared_by_its_entries():
     class Lists(torch.optim.SGD):
         def step(self, closure=None):
             super().step(closure)
@@ -102,7 +102,7 @@ class Counting(Callback):
         return {"steps": [self.steps], "means": self.means, "own": {"clock": 1}}
 
 
-def test_the_state_of_callbacks():
+def test_the_state_of_callbacks_is_in_the_table():
     learn = make_learner(cbs=[Counting(), Counting(), EMA(), EarlyStoppingCallback(), Callback()])
     names = [name.removeprefix("callback ") for name in state_table(learn) if name.startswith("callback")]
     assert names == [
@@ -124,7 +124,7 @@ def test_the_first_difference_its_ranks_and_the_others():
     assert describe_drift([b, b, a]).startswith("y is 7 on ranks 0, 1 and 2 on rank 2;")
 
 
-def test_what_one_rank_alone_has():
+def test_an_entry_that_one_rank_alone_has_is_told():
     a, b = {"x": "1"}, {"x": "1", "extra": "2"}
     assert describe_drift([a, b]) == "extra is missing on rank 0 and 2 on rank 1; 1 of 2 entries differ"
     assert describe_drift([b, a]) == "extra is 2 on rank 0 and missing on rank 1; 1 of 2 entries differ"
@@ -160,7 +160,7 @@ class Sharded(Learner):
 
 
 @pytest.mark.parametrize(("every", "counts"), [(1, [0, 1, 2, 2, 2, 3, 4, 4]), (3, [2, 2, 2, 4, 4])])
-def test_when_it_checks(every, counts, checks):
+def test_drift_is_checked_after_so_many_steps_and_before_validations(every, counts, checks):
     """After every so many steps of the fit, after an epoch's training, and before its validation."""
     learn = make_learner(cls=Sharded, cbs=DriftCheck(every=every))
     for _ in range(2):

@@ -109,7 +109,7 @@ def test_a_weight_that_differs_in_its_last_bit():
     assert what.split("; ")[1].startswith("1 of "), what
 
 
-def test_a_learning_rate_that_differs():
+def test_a_learning_rate_that_differs_is_told():
     def change(learn):
         learn.opt.param_groups[0]["lr"] = 0.25
 
@@ -120,7 +120,7 @@ def test_a_learning_rate_that_differs():
                          "parameter last.weight, parameter last.bias)"), what  # fmt: skip
 
 
-def test_an_optimizers_state_that_differs():
+def test_an_optimizers_state_that_differs_is_told():
     found = fit("after_step", lambda learn: nudge(learn.opt.state[unwrap(learn.model).last.bias]["exp_avg"]))
     assert parts(found)[1].startswith("optimizer exp_avg of last.bias is float32 tensor of shape (2,)"), found
 
@@ -136,7 +136,7 @@ def test_a_change_after_the_last_step_that_was_due_is_seen_when_training_ends():
     assert parts(found)[0] == "step 8 (epoch 1)"
 
 
-def test_buffers_that_differ():
+def test_buffers_that_differ_are_told():
     # BatchNorm's own are compared where they have just been made equal.
     found = fit("before_validate", lambda learn: nudge(unwrap(learn.model).norm.running_mean), epochs=2)
     assert parts(found)[0] == "step 8 (epoch 1)"

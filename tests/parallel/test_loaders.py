@@ -302,7 +302,7 @@ def test_ranks_together_evaluate_every_sample_once_and_in_order(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["random", pytest.param("batch sampler", marks=pytest.mark.soak), OPAQUE])
 @pytest.mark.parametrize("persistent", [pytest.param(False, marks=pytest.mark.soak), True])
-def test_with_workers_too(kind, persistent, monkeypatch):
+def test_ranks_with_loader_workers_read_the_same_batches(kind, persistent, monkeypatch):
     case = Case(kind, n=37, bs=5, ranks=3, drop_last=False, split=kind == "random", least=2, accumulated=2)
     workers = {"num_workers": 1, "persistent_workers": persistent}
     alone = read_alone(case, **workers)
@@ -330,7 +330,7 @@ def test_the_rank_generators_are_left_alone():
     ("n", "parts", "least", "sizes"),
     [(7, 3, 1, [3, 2, 2]), (2, 4, 1, [1, 1, 0, 0]), (7, 4, 2, [3, 2, 2, 0]), (1, 3, 2, [1, 0, 0]), (8, 4, 2, [2] * 4)],
 )
-def test_split_evenly(n, parts, least, sizes):
+def test_split_evenly_makes_parts_of_like_size(n, parts, least, sizes):
     pieces = split_evenly(list(range(n)), parts, least)
     assert [len(p) for p in pieces] == sizes
     assert sum(pieces, []) == list(range(n))

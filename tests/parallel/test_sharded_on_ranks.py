@@ -491,7 +491,7 @@ SLOW_PITFALLS = [
 
 @slow_on_ranks
 @pytest.mark.parametrize("pitfall", mostly_soak(PITFALLS, *SLOW_PITFALLS))
-def test_pitfall(pitfall):
+def test_each_pitfall_of_sharding_is_avoided(pitfall):
     for name in PITFALLS[pitfall]:
         shard_jobs.check(name)
 
@@ -555,7 +555,7 @@ def test_p22_dropout_and_half_precision_are_those_of_ddp():
 
 
 @slow_on_ranks
-def test_iterable_data_of_unequal_lengths():
+def test_iterable_data_of_unequal_lengths_trains_the_same_with_shards():
     def trained(shard):
         learn = learner(dls=DataLoaders(DataLoader(shard_jobs.Stream(), 3), device="cpu"))
         learn.remove_cbs(shard_jobs.Checks)

@@ -77,7 +77,7 @@ def test_where_all_is_well_nothing_is_said_against_it(hosts):
     assert finding.mark == (OK if len(hosts) > 1 else NOTHING)
 
 
-def test_ranks_that_did_not_come():
+def test_ranks_that_did_not_come_are_named():
     (finding,) = machines.judge_ranks(facts(hosts="aab"), [3])
     assert finding == Finding(
         WRONG, "rank 3 of 4 did not come within 30 s; here are a (2), b (1)",
@@ -87,7 +87,7 @@ def test_ranks_that_did_not_come():
     assert finding.text.startswith("ranks 1, 2, 3, 4, 5 and 2 more of 8 did not")
 
 
-def test_versions_that_differ():
+def test_versions_that_differ_are_told():
     old = {"versions": {"torch": "2.4.0", "driver": "535"}}
     found = judge("versions", facts({}, old, old, hosts="abb"))
     assert found == [
@@ -98,7 +98,7 @@ def test_versions_that_differ():
     assert text == "python 3.11.7, torch 2.15.0, learnerkit 0.1.0"
 
 
-def test_two_ranks_on_one_gpu():
+def test_two_ranks_on_one_gpu_are_told():
     found = on("aa", "devices", GPU, GPU)
     assert (found.mark, found.text) == (WRONG, "one GPU for ranks 0, 1 (a), which NCCL refuses")
     assert "LOCAL_RANK" in found.advice
@@ -106,7 +106,7 @@ def test_two_ranks_on_one_gpu():
     assert on("aa", "devices", GPU, GPU | {"id": "u1", "index": 1}).mark == OK
 
 
-def test_devices_of_two_kinds():
+def test_devices_of_two_kinds_are_told():
     found = on("ab", "devices", GPU, GPU | {"name": "A100"})
     assert (found.mark, found.text) == (HINT, "A100 on rank 1 (b), H100 on rank 0 (a)")
     found = on("ab", "devices", GPU)
@@ -120,7 +120,7 @@ def test_a_gpu_that_another_program_uses():
     assert "nvidia-smi" in found.advice
 
 
-def test_peer_access():
+def test_missing_peer_access_is_told():
     second = GPU | {"id": "u1", "index": 1, "peers": [0]}
     pair = [{"devices": GPU}, {"devices": second}]
     assert judge("peer access", facts(*pair)) == [Finding(OK, "between all GPUs")]
@@ -130,7 +130,7 @@ def test_peer_access():
     assert (found.mark, "ranks 0-1" in found.text, "NCCL_P2P_DISABLE=1" in found.advice) == (HINT, True, True)
 
 
-def test_more_threads_than_cores():
+def test_more_threads_than_cores_are_told():
     many = {"threads": 8, "cores": [0, 1, 2, 3]}
     found = on("aa", "threads", many, many)
     assert (found.mark, found.text[:13], found.advice) == (HINT, "16 on 4 cores", "export OMP_NUM_THREADS=2")
@@ -141,7 +141,7 @@ def test_more_threads_than_cores():
 
 # As Debian has it in /etc/hosts, and a host that does not know its own name.
 @pytest.mark.parametrize("resolved", ["127.0.1.1", None])
-def test_a_name_that_leads_nowhere(resolved):
+def test_a_host_name_that_leads_nowhere_is_told(resolved):
     nowhere = {"resolved": resolved, "resolved_at": "lo" if resolved else None}
     assert on("aa", "interface", nowhere, nowhere).mark == OK
     found = on("ab", "interface", {}, nowhere)
@@ -155,7 +155,7 @@ def test_a_name_that_leads_nowhere(resolved):
     assert on("ab", "interface", named, named).mark == OK
 
 
-def test_interfaces_that_cannot_be_right():
+def test_interfaces_that_cannot_be_right_are_told():
     loop = {"set": {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}, "route_at": "ib0"}
     assert on("aa", "interface", loop, loop).mark == OK
     found = on("ab", "interface", loop, loop)
@@ -181,7 +181,7 @@ def test_interfaces_that_cannot_be_right():
         ({"lockable": 2**16}, HINT, "ulimit -l unlimited"),
     ],
 )
-def test_infiniband(link, mark, advice):
+def test_infiniband_that_cannot_be_used_is_told(link, mark, advice):
     everyone = facts({"devices": GPU}, {"devices": GPU, "infiniband": link}, hosts="ab")
     (found,) = judge("infiniband", everyone)
     assert (found.mark, advice in found.advice) == (mark, True)
@@ -190,7 +190,7 @@ def test_infiniband(link, mark, advice):
     assert judge("infiniband", everyone)[0].mark == OK
 
 
-def test_few_ports():
+def test_a_small_range_of_ports_is_told():
     found = on("a", "ports", {"picked": [40000, 40100]})
     assert (found.mark, "ip_local_port_range" in found.advice) == (HINT, True)
 
@@ -198,7 +198,7 @@ def test_few_ports():
 @pytest.mark.parametrize(
     ("megabytes", "ranks", "mark"), [(64, 1, WRONG), (512, 8, WRONG), (512, 1, HINT), (4000, 4, HINT), (4096, 4, OK)]
 )
-def test_small_shared_memory(megabytes, ranks, mark):
+def test_small_shared_memory_is_told(megabytes, ranks, mark):
     small = {"size": 2 * megabytes * 2**20, "free": megabytes * 2**20}
     found = on("a" * ranks, "/dev/shm", *[small] * ranks)
     assert found.mark == mark
@@ -209,7 +209,7 @@ def test_small_shared_memory(megabytes, ranks, mark):
     assert on("a", "/dev/shm", {"size": None}).mark == NOTHING
 
 
-def test_few_open_files():
+def test_a_low_limit_of_open_files_is_told():
     assert on("aa", "open files", *[{"soft": 1024}] * 2).mark == OK
     found = on("a" * 20, "open files", *[{"soft": 1024}] * 20)
     assert (found.mark, found.advice) == (WRONG, "ulimit -n 65536 before the start")
@@ -225,13 +225,13 @@ def test_machines_that_differ_and_are_fine_are_one_line():
 
 
 @pytest.mark.parametrize(("ahead", "words"), [(5.0, "5.0 s ahead of"), (-61.2, "61.2 s behind")])
-def test_clocks_that_differ(ahead, words):
+def test_clocks_that_differ_are_told(ahead, words):
     found = on("abc", "clock", {"ahead": [0.0, 0.2, ahead]})
     assert (found.mark, found.text) == (HINT, f"up to {words} rank 0's on rank 2 (c)")
     assert "NTP" in found.advice
 
 
-def test_file_systems():
+def test_file_systems_that_ranks_do_not_share_are_told():
     blind = {"seen": False, "folder": "/elsewhere"}
     found = on("abb", "file system", {}, blind, blind)
     assert (found.mark, found.text) == (HINT, "what rank 0 writes to /home/me is not seen by ranks 1, 2 (b)")
@@ -242,7 +242,7 @@ def test_file_systems():
     assert (found.mark, found.text) == (HINT, "rank 0 cannot write to /home/me: OSError: read-only")
 
 
-def test_all_reduce():
+def test_all_reduce_is_measured_and_checked():
     bandwidth = on("aaaa", "all-reduce").text  # 2**24 bytes in 10 ms, times 2 * 3 / 4
     assert bandwidth == "4 KB 0.1 ms, 0.061 GB/s; 1 MB 1 ms, 1.6 GB/s; 16 MB 10 ms, 2.5 GB/s"
     found = on("ab", "all-reduce", {}, {"right": False})
@@ -302,7 +302,7 @@ def marks(out):
 
 
 @pytest.mark.slow
-def test_two_processes(tmp_path):
+def test_the_doctor_finds_two_processes_well(tmp_path):
     start, used = time.monotonic(), os.times()
     code, out, err = run("learnerkit.doctor", "--nproc", 2, cwd=tmp_path)
     took, now = time.monotonic() - start, os.times()
@@ -319,7 +319,7 @@ def test_two_processes(tmp_path):
 
 
 @pytest.mark.slow
-def test_one_process(tmp_path):
+def test_the_doctor_on_one_process_says_what_it_could_not_check(tmp_path):
     code, out, err = run("learnerkit.doctor", cwd=tmp_path)
     assert (code, err) == (0, ""), out + err
     assert list(marks(out)) == ["ranks", *LOCAL, "file system"]
@@ -341,7 +341,7 @@ def run_case(*case, cwd=None):
 
 
 @pytest.mark.slow
-def test_two_machines_that_differ(tmp_path):
+def test_the_doctor_tells_how_two_machines_differ(tmp_path):
     here, there = tmp_path / "here", tmp_path / "there"
     here.mkdir()
     there.mkdir()
@@ -386,7 +386,7 @@ def test_nobody_where_the_ranks_should_meet():
 
 
 @pytest.mark.soak
-def test_what_hangs_ends():
+def test_a_check_that_hangs_is_ended():
     code, out, err = run_case("stuck", "all-reduce")
     assert code == 1, out + err
     assert "!!  all-reduce  has not ended after 3 s\n                -> NCCL_DEBUG=INFO" in out
@@ -425,7 +425,7 @@ def test_a_directory_that_cannot_be_written(monkeypatch, tmp_path):
     assert found == {"folder": str(tmp_path), "seen": False, "refused": "OSError: [Errno 30] read-only"}
 
 
-def test_the_command_line(capsys, monkeypatch):
+def test_the_command_line_of_the_doctor_starts_the_checks(capsys, monkeypatch):
     for arguments, code in ((["--help"], 0), (["--nproc"], 2)):
         with pytest.raises(SystemExit) as caught:
             machines.main(arguments)
@@ -450,7 +450,7 @@ def test_starting_it_imports_no_torch():
 
 
 @pytest.mark.gpu
-def test_a_gpu(tmp_path):
+def test_the_doctor_describes_a_gpu(tmp_path):
     found = local_checks.look_at_device()
     assert found["type"] == "cuda"
     assert 0 < found["free"] <= found["memory"]

@@ -52,7 +52,7 @@ def test_another_type_is_refused(given):
         make_learner().check(memory=given)
 
 
-def test_a_batch_that_fits(capsys):
+def test_a_batch_that_fits_is_shown_with_its_parts(capsys):
     learn = learner()
     found = predict_memory(learn)
     mark, text = said(capsys, learn, True, "24GiB")
@@ -88,7 +88,7 @@ def test_a_batch_that_split_batch_will_take_in_parts(capsys):
     assert re.search(r"in 5MB \(8 % assumed for fragmentation\) SplitBatch takes them in \d+ parts", text)
 
 
-def test_nothing_makes_it_fit(capsys):
+def test_a_model_that_nothing_makes_fit_is_told(capsys):
     assert "nothing that is known makes it fit" in said(capsys, learner(), False, 1000)[1]
     wide = learner(nn.Sequential(nn.Linear(64, 5000), nn.Linear(5000, 64)), bs=2)
     static = sum(predict_memory(wide)[:3])

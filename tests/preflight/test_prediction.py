@@ -162,7 +162,7 @@ def test_a_peak_is_predicted(kind):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", mostly_soak(TABLE, "LSTM", "vision_learner", "tabular", "bert", "convnext_atto"))
-def test_the_peaks_of_other_models(kind):
+def test_the_peaks_of_other_models_are_predicted(kind):
     torch.manual_seed(0)
     learn, start = TABLE[kind](), time.process_time()
     found = predict_memory(learn)
@@ -214,7 +214,7 @@ def facts(learn):
 
 @pytest.mark.parametrize("way", [fake_steps, real_steps])
 @pytest.mark.parametrize("fitted", [False, True])
-def test_nothing_changes(way, fitted):
+def test_predicting_memory_changes_nothing(way, fitted):
     learn = mlp()
     if fitted:
         learn.fit(1)

@@ -563,7 +563,7 @@ def test_under_a_launcher_it_says_where_to_call_it(monkeypatch):
         check_distributed(make())
 
 
-def test_not_during_a_fit():
+def test_the_check_of_ranks_is_refused_during_a_fit():
     learn = make(cbs=Callback(before_fit=lambda cb: check_distributed(cb.learn)))
     with pytest.raises(RuntimeError, match="called during 'fit'"):
         learn.fit(1)

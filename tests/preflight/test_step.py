@@ -117,7 +117,7 @@ def zeroed():
 
 
 @pytest.mark.parametrize("kind", HEALTHY)
-def test_a_healthy_learner(kind, capsys):
+def test_a_healthy_learner_is_found_well(kind, capsys):
     found, last = checked(capsys, HEALTHY[kind](), True)
     assert last == "all is well"
     assert not any(mark == "!!" for mark, _ in found.values())
@@ -125,7 +125,7 @@ def test_a_healthy_learner(kind, capsys):
     assert not any("not reached" in text for _, text in found.values())
 
 
-def test_what_a_healthy_report_says(capsys):
+def test_a_healthy_report_says_what_was_found(capsys):
     found, _ = checked(capsys, classes(metrics=accuracy), True)
     assert {mark for mark, _ in found.values()} == {"ok"}
     assert found["inputs"][1].startswith("float32 (4, 4) on cpu, values -")
@@ -378,7 +378,7 @@ def test_a_last_batch_of_one_sample_is_a_problem_of_batch_norm(drop_last, capsys
         assert "its last batch has 1 of its 9 samples (batches of 4)" in text
 
 
-def test_one_class_alone(capsys):
+def test_one_class_alone_is_told(capsys):
     found, _ = checked(capsys, classes(1, data=mapped(change_y=lambda y: y * 0)), False)
     mark, text = found["prediction"]
     assert mark == "??"
@@ -393,7 +393,7 @@ def test_several_problems_are_all_told(capsys):
     assert {topic for topic, (mark, _) in found.items() if mark == "!!"} == {"gradients", "optimizer", "metrics"}
 
 
-def test_called_in_mid_run():
+def test_a_check_in_mid_run_is_refused():
     def inside(cb):
         with pytest.raises(RuntimeError, match="check was called during 'fit'"):
             check(cb.learn)

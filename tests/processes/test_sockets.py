@@ -41,7 +41,7 @@ def test_the_store_of_this_torch_answers_the_ping(own_store):
         assert store.get("as") == b"ever"
 
 
-def test_nobody_listens():
+def test_a_store_where_nobody_listens_does_not_answer():
     with socket.create_server((LOOPBACK, 0)) as listener:
         port = listener.getsockname()[1]
     assert not store_answers(LOOPBACK, port, 5.0)

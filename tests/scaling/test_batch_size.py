@@ -468,6 +468,6 @@ def test_a_limit_of_the_process_is_what_there_is(monkeypatch):
     assert memory_of(torch.device("cpu")) == 2**27
 
 
-def test_a_line_for_one_sample():
+def test_one_sample_is_told_in_a_line():
     found = BatchSize(1, {1: 2**20, 2: None}, 2**21, None, 1, None, "samples of one size")
     assert str(found) == "1 sample fits (1 MB of 2 MB); 1 a step"

@@ -156,7 +156,7 @@ def test_a_tree_is_quicker_where_latency_and_ranks_are_many_and_a_ring_where_byt
         ),
     ],
 )
-def test_the_words(options, start):
+def test_a_forecast_is_words_and_a_table(options, start):
     text = str(forecast(1, 0, **options))
     assert text.startswith(start)
     words, table = text.split("\n\n")

@@ -20,7 +20,7 @@ def rows_of(learn, **kwargs):
 
 
 @pytest.mark.parametrize("every", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 500))])
-def test_the_columns_on_one_process(every):
+def test_the_columns_on_one_process_name_it_the_slowest(every):
     learn = job("dataset", rank=0, n=64)
     learn.add_cb(Callback(after_batch=lambda cb: time.sleep(0.03)))
     row = rows_of(learn, every=every)

@@ -232,7 +232,7 @@ def test_an_error_leaves_nothing_behind():
 # What it shows
 
 
-def test_a_column_and_a_sentence(capsys, tmp_path):
+def test_the_noise_scale_is_a_column_and_a_sentence(capsys, tmp_path):
     learn = make_learner(accumulated(), batch_size=16, shuffle=True)
     learn.path = tmp_path
     saves = SaveModelCallback(monitor="noise_scale")
@@ -278,12 +278,12 @@ def test_a_run_that_goes_on_measures_what_it_would_have(tmp_path):
 # What it refuses
 
 
-def test_every():
+def test_every_below_1_is_refused():
     with pytest.raises(ValueError, match="every=0"):
         GradientNoiseScale(every=0)
 
 
-def test_a_backward_of_ones_own():
+def test_a_backward_of_ones_own_is_refused():
     class Own(Learner):
         def _backward(self):
             self.loss_grad.backward()
@@ -307,7 +307,7 @@ def test_a_batch_that_cannot_be_cut():
     assert any("on 4 of the 16 samples of a batch; instead accumulate" in note for note in error.value.__notes__)
 
 
-def test_a_gradient_in_pieces():
+def test_a_gradient_in_pieces_is_an_error():
     class Twice(nn.Module):
         def __init__(self):
             super().__init__()

@@ -107,7 +107,7 @@ def test_each_part_counts_by_what_it_had(job):
 
 
 @pytest.mark.parametrize("mode", mostly_slow(["bf16", "fp16", "comm_hook"], "fp16"))
-def test_half_precision(mode):
+def test_half_precision_measures_about_the_same(mode):
     context = {"comm_hook": "bf16"} if mode == "comm_hook" else {}
     cbs = [batches := Batches(), *([] if context else [MixedPrecision(mode)])]
     learn, scale = measured(cbs, data=make_data(61, torch.float32), batch_size=16, context=context)
@@ -140,7 +140,7 @@ def test_training_goes_on_as_without():
     assert torch.equal(trained([]), trained([GradientNoiseScale(every=1)]))
 
 
-def test_what_it_refuses():
+def test_options_that_change_gradients_are_refused():
     for context, match in (({"wrap": ("0",)}, "has wrap="), ({"comm_hook": "powersgd"}, "comm_hook='powersgd'")):
         with pytest.raises(ValueError, match=match):
             measured(batch_size=8, context=context)

@@ -140,7 +140,7 @@ def test_a_step_of_several_batches_is_one_step():
     assert all(parts["callback Sleepy"] >= 0.008 for parts in watch.parts)
 
 
-def test_the_names_of_callbacks():
+def test_callbacks_are_named_by_class_or_function():
     def shout(cb):
         pass
 
@@ -149,7 +149,7 @@ def test_the_names_of_callbacks():
     assert len(set(PARTS)) == 7
 
 
-def test_nothing_of_a_trial_stays(monkeypatch):
+def test_a_trial_leaves_the_learner_as_it_was(monkeypatch):
     learn = make_learner(cbs=[Sleepy()])
     torch.manual_seed(3)
     before = {k: v.clone() for k, v in learn.model.state_dict().items()}

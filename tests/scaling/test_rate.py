@@ -208,7 +208,7 @@ def test_each_of_several_optimizers_has_its_own_rule():
         assert rates(learn) == pytest.approx(expected)
 
 
-def test_with_a_warm_up():
+def test_scaled_rates_go_with_a_warm_up():
     learn = learner(DataLoader(DATA, 25), splitter=halves)
     scaled = scaled_lr(0.1, at=5)
     for given, expected in (
@@ -230,7 +230,7 @@ def test_with_a_warm_up():
             assert rates(learn) == [0.1, 0.1]  # the learner's own, as always after a schedule
 
 
-def test_what_is_refused():
+def test_bad_arguments_of_scaled_rates_are_refused():
     make = partial(learner, DataLoader(DATA, 32))
     for at in (0, -1, 2.5, True, None):
         with raises(ValueError, f"got at={at!r}; it is the samples of a step at which the rate is right, 1 or more"):

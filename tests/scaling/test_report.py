@@ -18,7 +18,7 @@ def made(**kwargs):
     return ScalingReport(**facts | kwargs)
 
 
-def test_words():
+def test_the_report_says_in_words_what_it_found():
     slow, without = Slowest(1, "forward", 0.05, 0.05), {"network": 0.039, "both": 0.1}
     text = str(made(slowest=slow, alone=(0.06, 8.0), without=without))
     assert "2 are 1.20 times as fast (efficiency 60%)" in text

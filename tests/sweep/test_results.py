@@ -78,7 +78,7 @@ def test_a_parameter_may_have_the_name_of_another_column(tmp_path):
     assert (frame["param_epochs"][0], frame["epochs"][0]) == (5, 0)
 
 
-def test_plots(folder, plt):
+def test_the_plot_shows_trials_importance_and_parameters(folder, plt):
     found = sweep.load(folder)
     figure = found.plot()
     titles = [(ax.get_title(), ax.get_xlabel(), ax.get_xscale()) for ax in figure.axes]
@@ -94,7 +94,7 @@ def test_a_folder_without_a_search_is_an_error(tmp_path):
         sweep.load(tmp_path)
 
 
-def test_a_search_without_results(folder, tmp_path):
+def test_a_search_without_results_says_so(folder, tmp_path):
     config = make_config(CONFIG)
     (tmp_path / "new").mkdir()
     (tmp_path / "new/sweep.json").write_text((folder / "sweep.json").read_text())

@@ -275,7 +275,7 @@ def test_dates_that_cannot_be_read_are_refused():
         TabularData.from_df(frame, "y", ["d"], dates=["d"])
 
 
-def test_what_the_target_is():
+def test_the_type_of_the_target_says_if_it_is_classes_or_numbers():
     frame = table()
     for name, classes in {"sold": ["no", "yes"], "garden": [False, True], "rooms": [1, 2, 3, 4, 5]}.items():
         data = TabularData.from_df(frame, name, ["town"], ["area"], valid=None)

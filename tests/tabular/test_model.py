@@ -124,7 +124,7 @@ def test_what_was_learned_of_columns_goes_along_with_an_export():
         load_learner("b", nn.Linear(1, 1), data=TabularData)
 
 
-def test_what_a_learner_takes():
+def test_tabular_learners_take_the_options_of_a_learner():
     dls = loaders("price")
     learn = tabular_learner(dls, y_range=(0, 2e6), embedding_sizes={"town": 7}, loss_func=nn.L1Loss(), lr=0.5)
     assert type(learn) is Learner

@@ -102,7 +102,7 @@ FAMILIES = {
         slow=["efficientnet_b0", "densenet121", "mobilenet_v3_small", "swin_t", "regnet_y_400mf", "squeezenet1_1"],
     ),
 )  # fmt: skip
-def test_families_of_torchvision(name):
+def test_families_of_torchvision_are_cut_before_their_heads(name):
     last, n_maps = FAMILIES[name]
     model = check_model(image_learner(name).model, size=64)
     assert [part for part, _ in model.body.named_children()][-1] == last
@@ -144,7 +144,7 @@ def test_a_relu_of_the_forward_is_not_overlooked(seed):
 @pytest.mark.parametrize(
     ("network", "features"), [(OwnForward, 6), (WithFeatures, 12), (WithFalseFeatures, 6), (small_resnet, 1024)]
 )
-def test_modules_of_ones_own(network, features):
+def test_modules_of_ones_own_get_a_head(network, features):
     network = network()
     before = weights(network)
     learn = image_learner(network, pretrained=False)
@@ -204,7 +204,7 @@ def test_pooling_by_average_alone_or_with_the_maximum():
 @pytest.mark.parametrize(
     ("cut", "last"), [(6, "layer2"), (-3, "layer3"), (lambda net: nn.Sequential(net.conv1, net.layer1), "1")]
 )
-def test_cut(cut, last):
+def test_cut_says_where_the_body_ends(cut, last):
     model = image_learner(cut=cut).model
     assert [name for name, _ in model.body.named_children()][-1] == last
     assert model(torch.rand(4, 3, 32, 32)).shape == (4, CLASSES)
@@ -292,7 +292,7 @@ def test_a_splitter_and_a_loss_of_ones_own():
 # Normalisation and channels
 
 
-def test_normalisation():
+def test_normalisation_subtracts_means_and_divides():
     layer = Normalize((0.5, 0.25, 0.1), (0.5, 2.0, 0.1))
     x = torch.tensor([1.0, 0.25, 0.0]).reshape(1, 3, 1, 1)
     assert layer(x).flatten().tolist() == pytest.approx([1.0, 0.0, -1.0])
@@ -303,7 +303,7 @@ def test_normalisation():
     assert torch.equal(layer(gray), layer(gray.expand(-1, 3, -1, -1)))
 
 
-def test_which_normalisation():
+def test_the_normalisation_is_the_one_that_is_asked_for():
     layer = image_learner().model.normalize
     assert layer.mean.flatten().tolist() == pytest.approx([0.485, 0.456, 0.406])
     assert layer.std.flatten().tolist() == pytest.approx([0.229, 0.224, 0.225])
@@ -314,7 +314,7 @@ def test_which_normalisation():
     assert layer.mean.tolist() == [[[pytest.approx(0.449)]]]
 
 
-def test_other_numbers_of_channels():
+def test_first_layers_take_other_numbers_of_channels():
     network = small_resnet()
     old = network.conv1.weight
     new = {n: image_learner(network, n_in=n).model.body.conv1 for n in (1, 2, 3, 5)}
@@ -335,7 +335,7 @@ def test_gray_images_and_bytes_train():
     image_learner(dls=image_dls(gray)).fit(1)
 
 
-def test_double_precision():
+def test_a_model_in_double_precision_trains():
     data = TensorDataset(torch.rand(8, 3, 32, 32).double(), torch.arange(8) % CLASSES)
     image_learner(small_resnet().double(), dls=image_dls(data)).fit(1)
 
@@ -363,7 +363,7 @@ def loader(monkeypatch):
         "DEFAULT", models.ResNet18_Weights.IMAGENET1K_V1,
     ),
 )  # fmt: skip
-def test_weights_as_torchvision_takes_them(loader, monkeypatch, wanted):
+def test_weights_are_named_as_torchvision_takes_them(loader, monkeypatch, wanted):
     learn = image_learner("resnet18", weights=wanted)
     assert loader.asked == [models.ResNet18_Weights.IMAGENET1K_V1.url]
     assert torch.equal(learn.model.body.layer4[1].conv2.weight, loader.network.layer4[1].conv2.weight)
@@ -510,7 +510,7 @@ def test_outputs_are_the_classes_of_the_data():
         ({"lerning_rate": 1}, TypeError, "lerning_rate"),
     ],
 )
-def test_errors(kwargs, error, match):
+def test_bad_arguments_of_a_vision_learner_are_refused(kwargs, error, match):
     with pytest.raises(error, match=match):
         image_learner(**kwargs)
 
@@ -575,7 +575,7 @@ def test_a_new_network_does_not_count_as_trained():
             image_learner(builder, pretrained=True)
 
 
-def test_data_parallel(two_gpus):
+def test_classifiers_fine_tune_with_data_parallel(two_gpus):
     learn, seen = image_learner(small_resnet()), []
     with learn.parallel_ctx():
         learn.fine_tune(1, cbs=Callback(before_batch=lambda cb: seen.append(type(cb.model))))
@@ -586,7 +586,7 @@ def test_data_parallel(two_gpus):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("model_fn", ["resnet18", "convnext_tiny", "efficientnet_b0"])
-def test_on_a_gpu(model_fn):
+def test_classifiers_fine_tune_on_a_gpu(model_fn):
     data = image_data(16, size=64)
     learn = vision_learner(DataLoaders.from_datasets(data, data, bs=8), model_fn, CLASSES)
     with learn.distrib_ctx():

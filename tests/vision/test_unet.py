@@ -45,7 +45,7 @@ FAMILIES = ["mobilenet_v3_small", "efficientnet_b0", "densenet121", "resnet18", 
         *(pytest.param(name, marks=pytest.mark.soak if i > 1 else pytest.mark.slow) for i, name in enumerate(FAMILIES)),
     ],
 )
-def test_families_of_torchvision(name):
+def test_families_of_torchvision_become_unets(name):
     model = unet_learner(mask_dls(), small_resnet if name == "small" else name).model
     scores = model(torch.rand(2, 3, 71, 90))
     assert scores.shape == (2, 3, 71, 90)
