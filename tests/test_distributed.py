@@ -56,7 +56,7 @@ def test_an_unknown_operation_is_named():
         distributed.reduce(1, "product")
 
 
-def test_rank0_first_and_on_rank0_as_functions_and_decorators():
+def test_rank0_first_and_on_rank0_are_functions_and_decorators():
     assert rank0_first(max, 1, 2) == 2
 
     @rank0_first()
@@ -168,7 +168,7 @@ def test_something_else_at_the_address_of_rank_0_is_one_error(second_of_two, cap
     assert capfd.readouterr() == ("", "")
 
 
-def test_nobody_at_the_address_of_rank_0(second_of_two, capfd):
+def test_an_address_where_rank_0_is_not_is_an_error(second_of_two, capfd):
     with socket.create_server((LOOPBACK, 0)) as listener:
         second_of_two(listener.getsockname()[1])
     with pytest.raises(RuntimeError, match="the other processes of this run did not come within 0 s; the environment"):

@@ -642,7 +642,7 @@ def test_load_goes_where_the_model_is():
 # The safetensors format
 
 
-def test_weights_in_safetensors_for_other_tools_and_back():
+def test_weights_go_to_safetensors_for_other_tools_and_back():
     learn = trained(model=nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Linear(4, 1)))
     path = learn.save("one.safetensors")
     assert path == Path("models/one.safetensors")

@@ -138,7 +138,7 @@ def test_torch_schedulers_by_the_batch_equal_those_on_one_process():
     assert len(set(learn.recorder.lrs)) > 10
 
 
-def test_torch_schedulers_by_the_validation_loss():
+def test_torch_schedulers_by_the_validation_loss_equal_those_on_one_process():
     def plateau(learn):
         make = TorchScheduler(lambda opt: ReduceLROnPlateau(opt, patience=0, threshold=0.5), "epoch", "valid_loss")
         learn.fit(4, 0.02, cbs=make)

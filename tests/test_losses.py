@@ -567,7 +567,7 @@ def test_a_loss_that_needs_targets_is_not_called_without(loss):
             run()
 
 
-def test_a_loss_without_targets_for_each_sample():
+def test_a_loss_without_targets_has_a_value_for_each_sample():
     def loss(pred, reduction="mean"):
         losses = (pred[0] - pred[1]).square().mean(1)
         return losses.mean() if reduction == "mean" else losses

@@ -119,7 +119,7 @@ def test_pixels_that_do_not_count_are_left_out():
     assert math.isnan(Dice().compute())
 
 
-def test_dice_of_one_logit_for_each_pixel():
+def test_dice_takes_one_logit_for_each_pixel():
     scores = torch.randn(4, 1, 6, 7)
     target = (torch.rand(4, 1, 6, 7) > 0.7).float()
     expected = overlaps(scores > 0, target, [True])
@@ -226,7 +226,7 @@ def test_a_metric_that_depends_on_how_samples_are_cut_into_batches_is_found(metr
     assert meter.result(False) == before
 
 
-def test_all_predictions_of_lists_with_an_entry_for_each_sample():
+def test_a_metric_gets_all_predictions_of_lists_with_an_entry_for_each_sample():
     def count(preds, targets):
         assert all(len(p["boxes"]) == t for p, t in zip(preds, targets, strict=True))
         return len(preds)

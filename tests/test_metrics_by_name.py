@@ -109,7 +109,7 @@ def test_names_stand_beside_functions_and_are_the_columns():
     assert "metrics    f1" in repr(learn)
 
 
-def test_a_models_own_loss_over_the_classes():
+def test_metrics_know_the_classes_of_a_models_own_loss():
     class Own(nn.Module):
         def __init__(self):
             super().__init__()

@@ -227,7 +227,7 @@ def test_schedules_advance_by_steps():
     assert learn.pct_train == 1
 
 
-def test_batches_of_all_sizes_and_a_group_by_samples():
+def test_batches_of_all_sizes_make_groups_by_samples():
     x, y = double(make_classes(40)).tensors
     sizes = [1, 7, 2, 2, 9, 1, 1, 1, 12, 4]
     batches = list(zip(x.split(sizes), y.split(sizes), strict=True))
@@ -283,7 +283,7 @@ def test_a_penalty_counts_once():
     close(weights(learn.model), weights(whole.model))
 
 
-def test_validation_in_the_middle_of_a_group():
+def test_validation_in_the_middle_of_a_group_changes_no_step():
     def validate(cb):
         if cb.training and cb.train_iter == 2:
             before = step_gradient(cb.learn), cb.learn.step_batches, cb.learn.step_due

@@ -132,7 +132,7 @@ def test_one_of_several_mixers_acts_in_each_batch():
     assert {tuple(kind) for kind in kinds} == {(True, False), (False, True)}
 
 
-def test_mixing_with_accumulation_half_precision_and_replicas(two_gpus):
+def test_mixing_goes_with_accumulation_half_precision_and_replicas(two_gpus):
     kept = Kept()
     learn = image_learner(MixUp(1.0), kept, GradientAccumulation(n_batches=2), DataParallelCallback()).to_bf16()
     learn.fit(1)

@@ -198,7 +198,7 @@ def test_a_loader_without_length_is_read_to_know_its_end():
     assert len(seen.train) == 10
 
 
-def test_mapping_batches_and_both_callbacks_together():
+def test_both_callbacks_together_take_mapping_batches():
     batches = [{"x": torch.full((2, 4), float(i)), "labels": torch.ones(2, 1)} for i in range(6)]
     dls = DataLoaders(batches, device="cpu")
     learn, batches = Learner(dls, OwnLoss(), opt_func=torch.optim.SGD, loss_weight="samples"), []

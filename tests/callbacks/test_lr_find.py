@@ -324,7 +324,7 @@ def test_a_loss_that_sums_moves_the_suggestion_by_the_batch_size():
     assert a.minimum * 4 == pytest.approx(b.minimum)
 
 
-def test_an_iterable_without_length_and_without_validation():
+def test_the_finder_takes_an_iterable_without_length_and_validation():
     class Stream(IterableDataset):
         def __iter__(self):
             return iter(make_data(9))

@@ -27,7 +27,7 @@ def expected(learn, data):
         return learn.model.eval()(data.tensors[0])
 
 
-def test_every_sample_once_in_dataset_order():
+def test_every_sample_is_predicted_once_in_dataset_order():
     learn = classifier()
     for i, data in enumerate((learn.dls.train_ds, learn.dls.valid_ds)):
         preds, targets = learn.get_preds(ds_idx=i)

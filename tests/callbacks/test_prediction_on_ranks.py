@@ -35,11 +35,11 @@ def items(kind):
 
 
 @pytest.mark.ranks(2, slow=[3])
-def test_every_input_once_in_order():
+def test_every_input_is_predicted_once_in_order():
     predict_without_targets()
 
 
-def test_every_input_once_in_order_on_one_process():
+def test_every_input_is_predicted_once_in_order_on_one_process():
     predict_without_targets()
 
 

@@ -481,7 +481,7 @@ def test_plot_loss_can_show_all_fits_and_draw_on_given_axes(plt):
     assert last["valid"][0] == [2]
 
 
-def test_plot_loss_of_little_or_nothing(plt):
+def test_plot_loss_shows_little_or_nothing_too(plt):
     learn = learner(dls=make_dls(train=4, valid=None))
     assert learn.recorder.plot_loss() is not None
     learn.fit(1)

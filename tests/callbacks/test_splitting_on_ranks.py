@@ -81,7 +81,7 @@ def test_all_ranks_take_the_parts_that_one_of_them_needs(which, where, rows):
     assert far(fitted(cbs=[SplitBatch(parts=found[0])]), split) == 0
 
 
-def test_ranks_without_data_and_steps_of_several_batches():
+def test_ranks_without_data_take_part_in_steps_of_several_batches():
     # 49 samples in batches of 12: the last has one sample, so that all ranks but one have none
     for cbs in ((), (lambda: GradientAccumulation(n_batches=2), lambda: GradientClip(0.1))):
         limit = on(1, 2)
@@ -166,7 +166,7 @@ def test_a_rank_that_begins_again_since_others_need_more_parts_has_its_random_st
     assert all(map(torch.equal, beforehand.model.buffers(), split.model.buffers()))
 
 
-def test_a_loss_over_tokens_and_evaluation_in_parts():
+def test_a_loss_over_tokens_is_the_same_in_parts():
     def loss(pred, y):
         return F.cross_entropy(pred, y.masked_fill(y == 2, -100))
 

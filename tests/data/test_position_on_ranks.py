@@ -161,7 +161,7 @@ def test_t9_a_stream_of_batches_with_a_state_goes_on_at_its_place(split):
 
 @pytest.mark.parametrize("n", [26, pytest.param(28, marks=pytest.mark.slow)])  # the last batch is a short or a full one
 @pytest.mark.parametrize("empties", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_a_place_behind_the_last_batch_of_a_stream_with_a_state(n, empties):
+def test_a_run_goes_on_behind_the_last_batch_of_a_stream_with_a_state(n, empties):
     """Also of the random numbers that it draws, where the model draws none."""
 
     class Quiet(Log):

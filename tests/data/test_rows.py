@@ -45,7 +45,7 @@ def test_whole_batches_are_what_torch_reads(data, shuffle, drop_last):
             assert a.dtype == b.dtype
 
 
-def test_whole_batches_with_a_generator_and_samplers_of_ones_own():
+def test_whole_batches_keep_a_generator_and_samplers_of_ones_own():
     data = numbers(20)
     for make_kwargs in (
         lambda: {"shuffle": True, "generator": torch.Generator().manual_seed(3)},

@@ -104,7 +104,7 @@ def test_the_summary_leaves_the_model_as_it_was(broken):
     assert (learn.xb, learn.batch, learn.opt) == ((), None, None)
 
 
-def test_mappings_lazy_layers_and_half_precision():
+def test_mappings_lazy_layers_and_half_precision_are_summed_up():
     data = [{"x": x, "labels": y} for x, y in make_data(8)]
     learn = Learner(DataLoaders(DataLoader(data, 4), device="cpu"), Mapped())
     (layer,) = learn.summary().layers

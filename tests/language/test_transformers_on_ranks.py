@@ -82,7 +82,7 @@ pytestmark = [
 
 @pytest.mark.slow
 @pytest.mark.ranks(2, soak=[3])
-def test_a_classifier_in_steps_of_two_batches_with_clipped_gradients():
+def test_a_classifier_trains_in_steps_of_two_batches_with_clipped_gradients():
     pytest.importorskip("transformers")
     check(classifier, cbs=[GradientAccumulation(n_batches=2), GradientClip(0.05)])
 
@@ -100,7 +100,7 @@ def test_transformers_on_ranks_train_as_on_one_process(model, saving_memory):
 
 @pytest.mark.slow
 @pytest.mark.ranks(2)
-def test_in_bfloat16_too_up_to_its_rounding():
+def test_training_in_bfloat16_is_the_same_up_to_its_rounding():
     pytest.importorskip("transformers")
     for model in (classifier, gpt2):
         alone, together = (make_learner(model).to_bf16() for _ in range(2))

@@ -553,7 +553,7 @@ def test_ctrl_c_ends_the_wait_for_a_thread(launched, tmp_path):
     assert time.monotonic() - began < 5
 
 
-def test_a_file_for_each_rank_and_attempt(launched, tmp_path):
+def test_each_rank_and_attempt_has_a_file_of_its_own(launched, tmp_path):
     (tmp_path / "talk.py").write_text(
         "import os, pathlib, sys, time\n"
         "attempt = os.environ['TORCHELASTIC_RESTART_COUNT']\n"

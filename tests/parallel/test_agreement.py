@@ -215,7 +215,7 @@ def test_of_two_cancels_of_a_rank_the_stronger_one_counts():
     "event",
     mostly_slow(["before_batch", "after_pred", "after_backward", "after_batch"], "after_pred", slow=["after_batch"]),
 )
-def test_a_cancel_in_the_middle_of_a_group_of_batches(event):
+def test_a_cancel_in_the_middle_of_a_group_of_batches_ends_well(event):
     learn = make_learner([Do(event, throw(CancelTrainException())), GradientAccumulation(n_batches=4)])
     error, took = fit(learn)
     assert error is None, error
@@ -264,7 +264,7 @@ class Meets(Callback):
 @kinds(CancelFitException, slow=[CancelBatchException, CancelTrainException, KeyboardInterrupt])
 @pytest.mark.parametrize("event", mostly_slow(["after_batch", "after_step", "before_step"], "after_step"))
 @pytest.mark.parametrize("late", mostly_slow([False, True], True), ids=["read at once", "read late"])
-def test_a_cancel_before_a_collective_of_the_users_own(kind, event, late):
+def test_a_cancel_before_a_collective_of_the_users_own_ends_well(kind, event, late):
     learn = make_learner([Do(event, action_of(exception(kind)), order=5), Meets(), *([Late()] if late else [])])
     error, took = fit(learn)
     assert type(error) in (type(None), KeyboardInterrupt), error
@@ -273,7 +273,7 @@ def test_a_cancel_before_a_collective_of_the_users_own(kind, event, late):
 
 @on_ranks
 @pytest.mark.parametrize("training", mostly_slow([True, False], True), ids=["in a group of batches", "in validation"])
-def test_a_cancel_before_a_collective_after_a_batch_without_a_step(training):
+def test_a_cancel_before_a_collective_ends_well_after_a_batch_without_a_step(training):
     error = CancelTrainException() if training else CancelValidException()
     meet = Callback(after_batch=lambda cb: distributed.reduce(1), order=20)
     learn = make_learner([Do("after_pred", throw(error), training=training), meet, GradientAccumulation(n_batches=4)])
@@ -784,7 +784,7 @@ def test_a_standstill_is_explained_and_ends_the_run(how):
 
 
 @pytest.mark.soak
-def test_a_standstill_of_the_rank_that_hosts_the_store():
+def test_a_standstill_of_the_rank_that_hosts_the_store_is_told():
     text = standstill("stop", 0)
     assert re.search(r"rank 0 silent +\d+ s since before_batch of Standstill \(epoch 0, step 5\)", text), text
     assert "rank 0 came to a standstill in before_batch of Standstill (epoch 0, step 5): it is silent" in text

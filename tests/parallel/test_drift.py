@@ -118,7 +118,7 @@ def test_the_state_of_callbacks_is_in_the_table():
 # What is said
 
 
-def test_the_first_difference_its_ranks_and_the_others():
+def test_the_first_difference_is_told_with_its_ranks_and_the_others():
     a, b = {"x": "1", "y": "2", "z": "3"}, {"x": "1", "y": "7", "z": "8"}
     assert describe_drift([a, b, a]) == "y is 2 on ranks 0, 2 and 7 on rank 1; 2 of 3 entries differ (z)"
     assert describe_drift([b, b, a]).startswith("y is 7 on ranks 0, 1 and 2 on rank 2;")

@@ -138,7 +138,7 @@ class Steps(Callback):
 
 
 @pytest.mark.parametrize("kind", mostly_slow(KINDS, "stream"))
-def test_a_step_of_so_many_samples(kind):
+def test_a_step_of_so_many_samples_has_those_of_all_ranks(kind):
     totals = []
     for options in ({}, {"split_batches": True}):
         cbs = [Steps(), GradientAccumulation(n_samples=11)]

@@ -355,7 +355,7 @@ class WithNorm(Pair):
         self.g = nn.Sequential(self.g, nn.BatchNorm1d(4))
 
 
-def test_several_networks_with_batch_norm_on_an_uneven_last_batch():
+def test_several_networks_with_batch_norm_train_on_an_uneven_last_batch():
     """The last batch has two samples, which one rank takes; the other one cannot do without samples either."""
     learn, told = trained(WithNorm(), wrap=("g", "d"), sync_bn=False)
     weights(learn)

@@ -139,7 +139,7 @@ def test_a_loss_of_the_models_own_over_tokens_is_that_of_a_loss_function(found, 
 
 
 @on_ranks(["lengths"])
-def test_loss_and_metrics_of_one_to_forty_samples(found, n, job):
+def test_loss_and_metrics_of_one_to_forty_samples_equal_one_process(found, n, job):
     (alone,) = found[1, job]
     assert [len(values) for values in alone] == [6] * 6 + [2] * 34
     for rank in found[n, job]:

@@ -289,7 +289,7 @@ def parallel():
     return DataParallelCallback()
 
 
-def test_samples_in_another_dimension_and_values_on_the_host():
+def test_samples_in_another_dimension_are_counted_beside_values_on_the_host():
     x, y = torch.randn(7, 12, 4), torch.randn(7, 12, 1)
     learn = Learner(DataLoaders([(x, y)] * 2, device="cpu", batch_dim=1), nn.Linear(4, 1), nn.MSELoss())
     found = predict_memory(learn)

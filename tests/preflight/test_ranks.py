@@ -181,7 +181,7 @@ def test_the_rounding_of_float32_is_told_from_that_of_float64(model, single, cap
 
 
 @pytest.mark.slow
-def test_more_ranks_than_samples_in_a_batch(capsys):
+def test_more_ranks_than_samples_in_a_batch_can_be_checked(capsys):
     found, report, out = verdict(capsys, make(dls=make_dls(7, 2)), n=3, steps=9)
     assert found is True
     assert out.startswith("check_distributed: 3 CPU processes against 1, 4 steps of 2 samples")

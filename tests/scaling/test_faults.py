@@ -136,7 +136,7 @@ def test_a_model_too_small_to_be_worth_it_is_told(options):
 @pytest.mark.usefixtures("idle")
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("options", CLEAN, ids=named)
-def test_no_alarm_without_a_fault(options):
+def test_no_alarm_is_given_without_a_fault(options):
     report, _, missed = measured("none", **options)
     step = 1e3 * max(report.walls)
     show(f"none {named(options):17} a step {step:6.2f} ms, parts over wall time {missed:+.2%}, found {report.slowest}")

@@ -35,7 +35,7 @@ def steps(*args, **kwargs):
         ({"ranks": 4, "machines": 2}, 2 * 3 + 2 * 3 / 4 * 20 / 10),
     ],
 )
-def test_the_time_of_an_all_reduce(options, expected):
+def test_the_time_of_an_all_reduce_follows_the_model(options, expected):
     assert all_reduce_seconds(20, link=LINK, **options) == pytest.approx(expected, rel=1e-12)
 
 

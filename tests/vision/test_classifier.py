@@ -278,7 +278,7 @@ def test_fine_tune_works_at_once():
     assert seen == [False, True]
 
 
-def test_a_splitter_and_a_loss_of_ones_own():
+def test_a_splitter_and_a_loss_of_ones_own_are_taken():
     data = TensorDataset(torch.rand(8, 3, 32, 32), torch.rand(8, 1))
     learn = vision_learner(
         image_dls(data), small_resnet, 1, loss_func=nn.MSELoss(), lr=0.01, splitter=lambda m: [list(m.parameters())]

@@ -136,7 +136,7 @@ def test_other_targets_are_refused():
         unet_learner(dls, encoder())
 
 
-def test_gray_images_and_the_number_of_classes():
+def test_a_unet_takes_gray_images_and_the_number_of_classes():
     assert unet_learner(mask_dls(), encoder(), n_in=1).model(torch.rand(1, 1, 8, 8)).shape == (1, 3, 8, 8)
     with raises(ValueError, "pass n_out="):
         unet_learner(mask_dls(classes=None), encoder())
