@@ -55,8 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def machine() -> str:
     """Describe the system, and the number of cores and GPUs that a process may use."""
     gpus = len(gpu_names(os.environ))
-    found = f"{gpus} GPU{'s' * (gpus > 1)}" if gpus else "no GPU of NVIDIA or AMD"
-    return f"{platform.system()} {platform.machine()}, {usable_cores()} CPU cores, {found}"
+    gpu_text = f"{gpus} GPU{'s' * (gpus > 1)}" if gpus else "no GPU of NVIDIA or AMD"
+    return f"{platform.system()} {platform.machine()}, {usable_cores()} CPU cores, {gpu_text}"
 
 
 if __name__ == "__main__":

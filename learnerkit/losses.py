@@ -87,8 +87,8 @@ _KNOWN: tuple[tuple[tuple, str, str | None], ...] = (
 
 
 def _known(loss_func: Any) -> tuple[str | None, str | None]:
-    found = ((decodes, activates) for losses, decodes, activates in _KNOWN if is_one_of(loss_func, losses))
-    return next(found, (None, None))
+    names = ((decodes, activates) for losses, decodes, activates in _KNOWN if is_one_of(loss_func, losses))
+    return next(names, (None, None))
 
 
 def decoding(loss_func: Any) -> str | None:
@@ -188,8 +188,8 @@ def own_loss_of(model: nn.Module) -> OwnLoss:
     cross-entropy of torch's in their `forward`.
     """
     model = unwrap(model)
-    found: Any = getattr(type(model), "forward", None)  # the class of a scripted model has none
-    forward = inspect.unwrap(found)
+    method: Any = getattr(type(model), "forward", None)  # the class of a scripted model has none
+    forward = inspect.unwrap(method)
     parameters, code = _parameters(forward), getattr(forward, "__code__", None)
     takes_count = _COUNT in parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -238,8 +238,8 @@ def count_passed(learn: "Learner") -> dict[str, Tensor]:
     """Return `LossWeight.passed` for the present batch; {} if the model is replicated or the batch has the count."""
     if learn.loss_func is not None or isinstance(learn.model, nn.DataParallel):
         return {}
-    found = weighting_of(learn).passed(learn.yb)
-    return {} if found and isinstance(learn.xb[0], Mapping) and _COUNT in learn.xb[0] else found
+    passed = weighting_of(learn).passed(learn.yb)
+    return {} if passed and isinstance(learn.xb[0], Mapping) and _COUNT in learn.xb[0] else passed
 
 
 class LossWeight:
@@ -396,8 +396,8 @@ class LossWeight:
         """Set the loss to the sum of the parts that count anything, with hooks that weigh their gradients."""
         self.counted, self._factors = {}, {}
         total = zero_loss(learn.output)
-        for name, (part, found) in self.counts_of(learn.yb, learn.batch_size, learn.output).items():
-            count = host_count(found)
+        for name, (part, counted) in self.counts_of(learn.yb, learn.batch_size, learn.output).items():
+            count = host_count(counted)
             if not counts_something(count):
                 continue  # it may be the NaN of an empty mean
             if isinstance(count, Tensor):
@@ -440,15 +440,15 @@ _BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_
 
 def _entry(output: Any, name: str) -> Any:
     """Return the entry of a model's output that has the count."""
-    found = None if isinstance(output, Tensor) else get_field(output, name)
-    if found is None:
+    entry = None if isinstance(output, Tensor) else get_field(output, name)
+    if entry is None:
         names = output if isinstance(output, Mapping) else getattr(output, "_fields", getattr(output, "__dict__", ()))
         raise ValueError(
             f"loss_weight={name!r} is the name of an entry of the model's output, which has the count, and the model "
             f"returned {describe(output)}{did_you_mean(name, names)}; let it return the count under that name, or "
             "count by a function (errors.html#loss-weight)"
         )
-    return found
+    return entry
 
 
 def _arguments_by_position(function: Callable) -> tuple[int, float]:
@@ -464,13 +464,13 @@ def _arguments_by_position(function: Callable) -> tuple[int, float]:
 
 def _checked_count(count: Any) -> Tensor:
     """Return the result of the function `loss_weight` as a tensor without gradient."""
-    found = torch.as_tensor(count).detach() if hasattr(count, "__float__") else None
-    if found is None or found.ndim:
+    number = torch.as_tensor(count).detach() if hasattr(count, "__float__") else None
+    if number is None or number.ndim:
         raise ValueError(
             f"loss_weight returned {describe(count)}; it returns one number, what the loss averages over in the whole "
             "batch: for instance .sum() of a mask"
         )
-    return found
+    return number
 
 
 def rows_compared(pred: Any, yb: tuple, batch_size: int) -> int:

@@ -57,9 +57,9 @@ def split(model: nn.Module, splitter: Callable[[nn.Module], Iterable] | None) ->
         ValueError: a dict without `params`, a rate or decay that is not a number of 0 or more, or a parameter in two
             places.
     """
-    found: Any = splitter(model) if splitter else [model.parameters()]
-    is_one = isinstance(found, Mapping) or not isinstance(found, Iterable)
-    groups = [found] if is_one else list(found)
+    returned: Any = splitter(model) if splitter else [model.parameters()]
+    is_one = isinstance(returned, Mapping) or not isinstance(returned, Iterable)
+    groups = [returned] if is_one else list(returned)
     if groups and isinstance(groups[0], Tensor):
         groups = [groups]
     whole, owners = list[dict[str, Any]](), dict[int, int]()
@@ -278,9 +278,9 @@ def map_rates(f: Callable[[Any], Any], lr: Any) -> Any:
 
 def leaves(lr: Any) -> list[Any]:
     """Return the rates, or schedules, in slices, lists and mappings of them."""
-    found: list[Any] = []
-    map_rates(found.append, lr)
-    return found
+    items: list[Any] = []
+    map_rates(items.append, lr)
+    return items
 
 
 def has_schedule(lr: Any) -> bool:
@@ -387,13 +387,13 @@ def keep_base_rates(opt: Optimizer) -> None:
 
     If groups of the splitter were split into parts with different rates, lists count the parts from now on.
     """
-    found: dict[int, set[float]] = {}
+    rates_of: dict[int, set[float]] = {}
     for i, group in enumerate(opt.param_groups):
         _key(opt, group, "lr")
         group.setdefault(WHOLE, i)
         group.setdefault(BASE, _unscaled(group))
-        found.setdefault(_group_of(i, group), set()).add(_base_rate(group))
-    if any(len(rates) > 1 for rates in found.values()):
+        rates_of.setdefault(_group_of(i, group), set()).add(_base_rate(group))
+    if any(len(rates) > 1 for rates in rates_of.values()):
         for group in opt.param_groups:
             group.pop(GROUP, None)
             group.pop(COUNT, None)
@@ -410,8 +410,8 @@ def _base_rate(group: dict) -> float:
 
 def base_rates(opt: Optimizer) -> list[float]:
     """Return the rate with which each group was made; the highest of them for groups that are not in the optimizer."""
-    found = {_group_of(i, group): _base_rate(group) for i, group in enumerate(opt.param_groups)}
-    return [found.get(i, max(found.values())) for i in range(n_groups(opt))]
+    rates_of = {_group_of(i, group): _base_rate(group) for i, group in enumerate(opt.param_groups)}
+    return [rates_of.get(i, max(rates_of.values())) for i in range(n_groups(opt))]
 
 
 def shares(opt: Optimizer) -> list[float]:
@@ -479,12 +479,12 @@ def keeping(opt: Optimizer, name: str, bare: Set[int], one: bool) -> set[tuple]:
         one: there is one schedule for all groups. Groups then keep the values that the splitter gave for them.
     """
     groups = list(enumerate([] if name == "lr" else opt.param_groups))
-    found = [place for place in groups if one and _key(opt, place[1], name) in place[1].get(OPTIONS, ())]
+    kept = [place for place in groups if one and _key(opt, place[1], name) in place[1].get(OPTIONS, ())]
     if name == "weight_decay":
         parts = [(i, group) for i, group in groups if PLACES in group and not group[name]]
         some = any(group[name] for _, group in groups)  # otherwise 0 is the decay of weights as well
-        found += [(i, group) for i, group in parts if some or id(group["params"][0]) in bare]
-    return {_place_of(i, group) for i, group in found}
+        kept += [(i, group) for i, group in parts if some or id(group["params"][0]) in bare]
+    return {_place_of(i, group) for i, group in kept}
 
 
 def _place_of(i: int, group: dict) -> tuple[int, int]:
@@ -579,7 +579,8 @@ def _rate(lr: Any) -> float:
     lr = lr.lr if isinstance(lr, Later) else lr
     if isinstance(lr, Real) or getattr(lr, "ndim", None) == 0:
         return float(lr)
-    hint = " (a set has no order)" if isinstance(lr, Set) else " (fit alone takes a schedule)" if callable(lr) else ""
+    hint = " (fit alone takes a schedule)" if callable(lr) else ""
+    hint = " (a set has no order)" if isinstance(lr, Set) else hint
     raise TypeError(
         f"got lr={lr!r}; a learning rate is a number, a slice, or a list with one number per group{hint}; for "
         "several optimizers it may be a dict of these by their names"
@@ -668,7 +669,7 @@ def decays_by_name(wd: Mapping[str, float], model: nn.Module) -> dict[int, float
         ValueError: a decay is not a number of 0 or more, or a pattern is the first match of no parameter.
     """
     names = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
-    found: dict[int, float] = {}
+    decays: dict[int, float] = {}
     for pattern, value in wd.items():
         _check_amount(f"got wd with {pattern!r}", value)
         matching = [name for name in names if fnmatchcase(name, pattern)]
@@ -678,14 +679,14 @@ def decays_by_name(wd: Mapping[str, float], model: nn.Module) -> dict[int, float
                 f"got wd with {pattern!r}, and {type(model).__name__} has no parameter of such a name; it has "
                 f"{first_few(names)}{did_you_mean(pattern.strip('*.'), parts)}"
             )
-        new = {names[name]: float(value) for name in matching if names[name] not in found}
+        new = {names[name]: float(value) for name in matching if names[name] not in decays}
         if not new:
             raise ValueError(
                 f"got wd with {pattern!r} after patterns that match the same parameters ({first_few(matching)}); the "
                 "first pattern that matches counts, so put it before them, or leave it out"
             )
-        found |= new
-    return found
+        decays |= new
+    return decays
 
 
 def _whole_of(i: int, group: dict) -> int:
@@ -850,8 +851,8 @@ def _check_state(saved: dict, opt: Optimizer, groups: list[dict]) -> None:
         for name, value in theirs.items():
             is_free = name in _PLAIN and value is None  # torch chooses the option then
             if name in group and name != "params" and not is_free and not _is_like(value, group[name]):
-                found = printable(repr(value))
-                raise ValueError(f"group {i} of its optimizer has {name}={found}, the learner's {group[name]!r}")
+                shown = printable(repr(value))
+                raise ValueError(f"group {i} of its optimizer has {name}={shown}, the learner's {group[name]!r}")
         made = _state_made(opt, group)
         for p, number in zip(group["params"], theirs["params"], strict=True):
             for name, value in saved["state"].get(number, {}).items():
@@ -914,8 +915,8 @@ def _state_made(opt: Optimizer, group: dict) -> dict[tuple, dict]:
     kind = _torchs_kind(opt)
     if kind is None:
         return {}
-    found = {(p.shape, p.dtype): p for p in group["params"]}
-    metas = {key: torch.empty(p.shape, dtype=p.dtype, device="meta") for key, p in found.items()}
+    like = {(p.shape, p.dtype): p for p in group["params"]}
+    metas = {key: torch.empty(p.shape, dtype=p.dtype, device="meta") for key, p in like.items()}
     for p in metas.values():
         p.grad = torch.empty_like(p)
     options = {name: value for name, value in (_ALL_STATE | _PLAIN).items() if name in group}
@@ -926,7 +927,7 @@ def _state_made(opt: Optimizer, group: dict) -> dict[tuple, dict]:
     # Adafactor reads values, after all have their state; Adagrad has its state from the beginning.
     with suppress(Exception):
         fresh.step()
-    return {key: opt.state.get(found[key], {}) | fresh.state.get(p, {}) for key, p in metas.items()}
+    return {key: opt.state.get(like[key], {}) | fresh.state.get(p, {}) for key, p in metas.items()}
 
 
 def _names(opts: dict) -> str:
@@ -954,10 +955,10 @@ def _split_like(saved: list[dict], wholes: list[dict]) -> list[dict]:
     key = _whole_of if any(WHOLE in group for group in saved) else _group_of  # older files do not have `WHOLE`
     own = {key(i, group): (i, group) for i, group in enumerate(wholes)}
     parts = [(key(i, group), group.get(PLACES, [*range(len(group["params"]))])) for i, group in enumerate(saved)]
-    found = defaultdict[int, list[int]](list)
+    by_whole = defaultdict[int, list[int]](list)
     for whole, places in parts:
-        found[whole] += places
+        by_whole[whole] += places
     expected = {whole: [*range(len(group["params"]))] for whole, (_, group) in own.items()}
-    if expected != {whole: sorted(places) for whole, places in found.items()}:
+    if expected != {whole: sorted(places) for whole, places in by_whole.items()}:
         return wholes
     return [_part(*own[whole], places) for whole, places in parts]

@@ -157,14 +157,14 @@ def state_of(cb: Callback, first: Mapping[str, Any] | None = None) -> dict[str, 
 
 def first_attributes(learn: "Learner") -> dict[str, dict[str, Any]]:
     """Return the small attributes of the users' callbacks without `state_dict`, for `state_dict` to compare with."""
-    found = {
+    attributes = {
         key: own_attributes(cb).get("values", {})
         for key, cb in keys(learn.cbs)
         if type(cb).state_dict is Callback.state_dict
     }
     return {
         key: {name: value for name, value in values.items() if _bytes_of(value, set()) <= _SMALL}
-        for key, values in found.items()
+        for key, values in attributes.items()
     }
 
 
@@ -197,8 +197,8 @@ def own_attributes(cb: Callback, first: Mapping[str, Any] | None = None) -> dict
                 continue
             values[name] = map_batch(torch.clone, value, copy.copy)
     on_device = [name for name, value in values.items() if any(t.device.type != "cpu" for t in tensors_in(value))]
-    found = {"values": values, "on_device": on_device, "generators": generators}
-    return {part: content for part, content in found.items() if content}
+    parts = {"values": values, "on_device": on_device, "generators": generators}
+    return {part: content for part, content in parts.items() if content}
 
 
 _NOT_STATE = ("learn", "order", "run", "run_train", "run_valid")
@@ -286,14 +286,14 @@ def state_table(learn: "Learner") -> dict[str, str]:
     apart = {id(buffer) for norm in norms if learn.training for buffer in norm.buffers(recurse=False)}
     # Rates and counters come first: where they differ, they cause the differences in the weights. Shards are left out,
     # as every rank has other rows.
-    found = rates | {f"counter {name}": getattr(learn, name) for name in ("epoch", "iter", "train_iter")}
-    found |= {f"parameter {name}": p for name, p in model.named_parameters()} | beside
-    found |= {f"buffer {name}": b for name, b in model.named_buffers() if id(b) not in apart}
-    found = {name: value for name, value in (found | states).items() if not is_shard(value)}
-    marks = iter(digests(value for value in found.values() if isinstance(value, Tensor)))
+    entries = rates | {f"counter {name}": getattr(learn, name) for name in ("epoch", "iter", "train_iter")}
+    entries |= {f"parameter {name}": p for name, p in model.named_parameters()} | beside
+    entries |= {f"buffer {name}": b for name, b in model.named_buffers() if id(b) not in apart}
+    entries = {name: value for name, value in (entries | states).items() if not is_shard(value)}
+    marks = iter(digests(value for value in entries.values() if isinstance(value, Tensor)))
     return {
         name: f"{describe(value)} with digest {next(marks):016x}" if isinstance(value, Tensor) else repr(value)
-        for name, value in found.items()
+        for name, value in entries.items()
     }
 
 
@@ -338,9 +338,9 @@ def put_place(learn: "Learner", state: Mapping[str, Any]) -> None:
     """Set the counters, and between fits also the positions of the loaders."""
     for name, value in state["counters"].items():
         setattr(learn, name, value)
-    for dl, found in zip(learn.dls.loaders, state["loaders"] or (), strict=False):
-        if found is not None:
-            _put_loader(learn, dl, found)
+    for dl, loader_state in zip(learn.dls.loaders, state["loaders"] or (), strict=False):
+        if loader_state is not None:
+            _put_loader(learn, dl, loader_state)
 
 
 def check_parts(state: Mapping[str, Any]) -> None:
@@ -416,14 +416,14 @@ def put_rest(learn: "Learner", state: Mapping[str, Any], name: str = "the state"
         module.training = key not in evaluating
     for key, cb in taking_part(learn):
         if cb.rank0_only:
-            found = rank.get("alone", {}).get(key)
+            cb_state = rank.get("alone", {}).get(key)
         else:
-            found = dict(state["callbacks"].get(key, {}))
+            cb_state = dict(state["callbacks"].get(key, {}))
             if key in rank.get("callbacks", {}):
-                found["own"] = rank["callbacks"][key]
-        if found:
+                cb_state["own"] = rank["callbacks"][key]
+        if cb_state:
             try:
-                _put_callback(cb, copy.deepcopy(found))  # a copy, as torch's own methods remove entries
+                _put_callback(cb, copy.deepcopy(cb_state))  # a copy, as torch's own methods remove entries
             except Exception as e:
                 raise CheckpointError(
                     f"{cb!r}.load_state_dict() did not take what its state_dict() had returned, from {name}: "

@@ -45,11 +45,11 @@ def gathered(t: Any, keep: bool = True) -> Any:
     padded = mine.new_zeros((rows, *t.shape[1:]))
     padded[: len(mine)] = mine
     # The rows are sent as bytes, since gloo does not support all types.
-    found = torch.empty((ranks, padded.nbytes), dtype=torch.uint8, device=mine.device)
-    dist.all_gather(list(found.unbind()), padded.view(-1).view(torch.uint8))
+    parts = torch.empty((ranks, padded.nbytes), dtype=torch.uint8, device=mine.device)
+    dist.all_gather(list(parts.unbind()), padded.view(-1).view(torch.uint8))
     if not keep:
         return torch.empty(t.shape, dtype=t.dtype, device="meta")
-    full = found.view(-1).view(t.dtype).view(ranks * rows, *t.shape[1:])[: t.shape[0]]
+    full = parts.view(-1).view(t.dtype).view(ranks * rows, *t.shape[1:])[: t.shape[0]]
     return full.clone() if rows * ranks > t.shape[0] else full
 
 

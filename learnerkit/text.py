@@ -92,7 +92,7 @@ def in_units(n_bytes: float) -> str:
 
 def columns(text: str) -> int:
     """Return the width of a text in terminal columns: two for a wide character (Chinese, Japanese, Korean)."""
-    return sum(0 if combining(c) else 2 if east_asian_width(c) in "WF" else 1 for c in text)
+    return sum(2 if east_asian_width(c) in "WF" else 1 for c in text if not combining(c))
 
 
 def in_one_line(error: BaseException) -> str:

@@ -131,13 +131,13 @@ def remove_hooks(handles: Iterable[Any], tensors: Iterable[Tensor]) -> None:
 @contextmanager
 def hooks_left_out(params: Iterable[Tensor]) -> Iterator[None]:
     """Disable the gradient hooks of leaf tensors within this context."""
-    found = [(hooks, dict(hooks)) for p in params for hooks in gradient_hooks(p) if hooks]
-    for hooks, _ in found:
+    tables = [(hooks, dict(hooks)) for p in params for hooks in gradient_hooks(p) if hooks]
+    for hooks, _ in tables:
         hooks.clear()
     try:
         yield
     finally:
-        for hooks, kept in found:
+        for hooks, kept in tables:
             hooks.update(kept)
 
 
@@ -149,7 +149,7 @@ def gradient_hooks(p: Tensor) -> tuple[Any, Any]:
 def leaves_of(results: Iterable[Tensor]) -> set[Tensor]:
     """Return the leaf tensors on which the results depend, by a walk through their graphs."""
     results = list(results)
-    found, open_ = {t for t in results if t.is_leaf and t.requires_grad}, [t.grad_fn for t in results]
+    leaves, open_ = {t for t in results if t.is_leaf and t.requires_grad}, [t.grad_fn for t in results]
     seen = set[Any]()
     while open_:
         node = open_.pop()
@@ -157,9 +157,9 @@ def leaves_of(results: Iterable[Tensor]) -> set[Tensor]:
             continue
         seen.add(node)
         if (variable := getattr(node, "variable", None)) is not None:
-            found.add(variable)
+            leaves.add(variable)
         open_ += [other for other, _ in node.next_functions]
-    return found
+    return leaves
 
 
 def version_of(t: Tensor) -> int:
@@ -183,13 +183,13 @@ class BuffersKept:
     def keep(self) -> None:
         """Copy the values, with one kernel for many of them."""
         self._now = [table[name] for table, name in self._places]
-        found = [b for b in self._now if b is not None]
-        if not found:
+        buffers = [b for b in self._now if b is not None]
+        if not buffers:
             self._copies = []
-        elif [b.shape for b in found] == [b.shape for b in self._copies]:
-            torch._foreach_copy_(self._copies, found)
+        elif [b.shape for b in buffers] == [b.shape for b in self._copies]:
+            torch._foreach_copy_(self._copies, buffers)
         else:
-            self._copies = [b.detach().clone() for b in found]
+            self._copies = [b.detach().clone() for b in buffers]
 
     def put_back(self) -> None:
         """Restore the tensors, and the values that were copied last."""
@@ -201,13 +201,13 @@ class BuffersKept:
 
     def changed(self) -> list[dict[str, Any]]:
         """Return the tables of buffers whose values differ from the last copies. A host-device sync."""
-        copies, found = iter(self._copies), dict[int, dict[str, Any]]()
+        copies, tables = iter(self._copies), dict[int, dict[str, Any]]()
         for (table, name), b in zip(self._places, self._now, strict=True):
             copy, now = None if b is None else next(copies), table[name]
             same = now is copy or (now is not None and copy is not None and torch.equal(now, copy))
             if not same:
-                found[id(table)] = table
-        return list(found.values())
+                tables[id(table)] = table
+        return list(tables.values())
 
 
 # FSDP2
@@ -319,13 +319,13 @@ def wrap_collectives(
         modules: the modules.
         gather, scatter: called with a function that makes the collective, whose result they return.
     """
-    found = [group for module in modules for group in _fsdp_groups(module)]
-    for group in found:
+    groups = [group for module in modules for group in _fsdp_groups(module)]
+    for group in groups:
         group._all_gather_comm = _Wrapped(group._all_gather_comm, gather)
         group._reduce_scatter_comm = _Wrapped(group._reduce_scatter_comm, scatter)
 
     def undo() -> None:
-        for group in found:
+        for group in groups:
             group._all_gather_comm = group._all_gather_comm.inner
             group._reduce_scatter_comm = group._reduce_scatter_comm.inner
 
@@ -382,8 +382,8 @@ class CollectivesDone:
 def _fsdp_groups(module: nn.Module) -> list[Any]:
     """Return the groups of parameters that FSDP2 gathers for a module: at most one, except in versions before 2.11."""
     state: Any = module._get_fsdp_state()  # type: ignore[operator]
-    found = getattr(state, "_fsdp_param_groups", None)
-    return [group for group in (found if found is not None else [state._fsdp_param_group]) if group is not None]
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return [group for group in (groups if groups is not None else [state._fsdp_param_group]) if group is not None]
 
 
 # Exported programs
@@ -396,8 +396,8 @@ def read_archive(file: BinaryIO) -> tuple[dict[str, Any], dict[str, str]]:
     """
     from torch.export.pt2_archive._package import load_pt2
 
-    found = load_pt2(file)
-    return found.exported_programs, found.extra_files
+    archive = load_pt2(file)
+    return archive.exported_programs, archive.extra_files
 
 
 def forget_guards(program: Any) -> None:
@@ -490,9 +490,9 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Run an operation of torch's, and count the tensors that it returns."""
-        found = func(*args, **(kwargs or {}))
-        self.note(x for x in pytree.tree_leaves(found) if isinstance(x, Tensor))
-        return found
+        results = func(*args, **(kwargs or {}))
+        self.note(x for x in pytree.tree_leaves(results) if isinstance(x, Tensor))
+        return results
 
     def note(self, tensors: Iterable[Tensor]) -> None:
         """Count these tensors, too, which were created earlier."""

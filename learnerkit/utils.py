@@ -224,8 +224,8 @@ def overrides(learn: "Learner", *seams: str) -> bool:
     """
     given = vars(learn).keys() & {"_backward", "_step"}  # other methods may be replaced by `DataParallelCallback`
     for seam in seams:
-        found = [vars(kind)[seam] for kind in type(learn).__mro__ if seam in vars(kind)]
-        if seam in given or found[0] is not found[-1]:  # the last one is the Learner's
+        versions = [vars(kind)[seam] for kind in type(learn).__mro__ if seam in vars(kind)]
+        if seam in given or versions[0] is not versions[-1]:  # the last one is the Learner's
             return True
     return False
 
@@ -247,11 +247,13 @@ def spanned_devices(model: nn.Module) -> list[torch.device]:
     Such a model was placed by transformers or accelerate, which leave an `hf_device_map`, or has parameters on several
     accelerators.
     """
-    maps = [found for m in model.modules() if isinstance(found := getattr(m, "hf_device_map", None), Mapping)]
-    names = dict.fromkeys(str(name) for found in maps for name in found.values())
-    found = [torch.device("meta" if n == "disk" else int(n) if n.isdigit() else n) for n in names]
-    found = found or list(dict.fromkeys(p.device for p in model.parameters() if p.device.type not in _HOST))
-    return sorted(found, key=lambda device: device.type in _HOST) if len(found) > 1 else []
+    maps = [getattr(m, "hf_device_map", None) for m in model.modules()]
+    names = dict.fromkeys(str(name) for places in maps if isinstance(places, Mapping) for name in places.values())
+    if "disk" in names:
+        names = dict.fromkeys("meta" if name == "disk" else name for name in names)
+    devices = [torch.device(int(name) if name.isdigit() else name) for name in names]
+    devices = devices or list(dict.fromkeys(p.device for p in model.parameters() if p.device.type not in _HOST))
+    return sorted(devices, key=lambda device: device.type in _HOST) if len(devices) > 1 else []
 
 
 _HOST = ("cpu", "meta")
@@ -337,7 +339,7 @@ def memory_of(device: torch.device) -> int:
     """Return the bytes of memory of a device; for the host, the bytes that each training process on it may use."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    found, groups = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")], ""
+    limits, groups = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")], ""
     with suppress(OSError):  # only Linux has control groups
         groups = Path("/proc/self/cgroup").read_text(encoding="utf-8")
     for line in groups.splitlines():
@@ -346,8 +348,8 @@ def memory_of(device: torch.device) -> int:
         group = Path("/sys/fs/cgroup", root, path.lstrip("/"))
         for folder in (group, *group.parents) if kinds in ("", "memory") else ():
             with suppress(OSError, ValueError):  # the limit may be 'max'
-                found.append(int((folder / name).read_text(encoding="utf-8")))
-    shared = min(found) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+                limits.append(int((folder / name).read_text(encoding="utf-8")))
+    shared = min(limits) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)  # the limit of a process, as set by `ulimit -v`
     return shared if limit == resource.RLIM_INFINITY else min(shared, limit)
 
@@ -356,13 +358,13 @@ def free_memory(device: torch.device) -> int:
     """Return the free bytes of memory of a device; for the host, the bytes that this process may still take."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    found = [os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    limits = [os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY:
         with suppress(OSError):  # only Linux has this file
             taken = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0]) * resource.getpagesize()
-            found.append(max(0, limit - taken))
-    return min(found)
+            limits.append(max(0, limit - taken))
+    return min(limits)
 
 
 def ipython_shell() -> Any:

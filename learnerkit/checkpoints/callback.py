@@ -153,18 +153,18 @@ class CheckpointCallback(StepCounter):
         self._ends.callback(lambda: self._storage.wait())  # the storage is looked up then, as `_save` may replace it
         with distributed.grouped_collectives():
             lock.acquire()
-            found = self._look()
+            checkpoint = self._look()
             self._looked = False  # a fit that fails may be tried again, from its checkpoints
             self._config = state.configuration(learn)
             carried, self._carried = self._carried, None
             position = learn._position
-            if found is None and follows and carried is not None and position is not None:
+            if checkpoint is None and follows and carried is not None and position is not None:
                 position.follow(*carried)
             self._first = first_attributes(learn)
             now, storage = state_dict(learn), self._storage
             storage.check_values(*_parts(now))
-            if found is not None:
-                self._take_up(found, now)
+            if checkpoint is not None:
+                self._take_up(checkpoint, now)
             storage.check_writable()
         trained = {name for name, p in unwrap(learn.model).named_parameters() if p.requires_grad}
         self._infinite = {k: where for k, where in _not_finite(_values(now)).items() if k not in trained}
@@ -183,24 +183,24 @@ class CheckpointCallback(StepCounter):
     def _look(self) -> Checkpoint | None:
         """Return the checkpoint from which this fit continues."""
         fit = self.learn.n_fits
-        found = self._newest()
-        if found is None or found.info["fit"] < fit:
+        newest = self._newest()
+        if newest is None or newest.info["fit"] < fit:
             self._found = None
             return None
         end = self._end_of(fit)
-        if found.info["fit"] > fit and end is None:
+        if newest.info["fit"] > fit and end is None:
             distributed.warn_once(
                 f"fit {fit} of this script was done before, and its end is not kept any more in {self.path / _ENDS}: "
-                f"weights and table are not what they were after it, until fit {found.info['fit']} goes on"
+                f"weights and table are not what they were after it, until fit {newest.info['fit']} goes on"
             )
             self._end()
         unit = "n_steps" if self.learn.n_epoch is None else "n_epoch"
         # The fit is not to train for longer.
-        if found.info["fit"] > fit or (end and getattr(self.learn, unit) <= end.info[unit]):
+        if newest.info["fit"] > fit or (end and getattr(self.learn, unit) <= end.info[unit]):
             return end
         # The fit is to train for longer: it continues from the newest checkpoint before its end.
-        last = _newest_of(self._storage) if found.info["place"] == FIT else None
-        return found if last is None or last.info["fit"] != fit else last
+        last = _newest_of(self._storage) if newest.info["place"] == FIT else None
+        return newest if last is None or last.info["fit"] != fit else last
 
     def _end(self) -> NoReturn:
         self._looked = True
@@ -221,21 +221,21 @@ class CheckpointCallback(StepCounter):
         if not self.resume and not restarted:
             raise self._used()
         try:
-            found, damage = _newest_of(self._storage), None
+            newest, damage = _newest_of(self._storage), None
         except CheckpointError as e:  # all checkpoints inside the fit are damaged; the end of a fit may be whole
-            found, damage = None, e
+            newest, damage = None, e
         for fit in distributed.broadcast(sorted(_numbers(self.path / _ENDS), reverse=True)):
-            if found is not None and (found.info["place"] == FIT or found.info["fit"] > fit):
+            if newest is not None and (newest.info["place"] == FIT or newest.info["fit"] > fit):
                 break
-            found = self._end_of(fit) or found
-        if found is None and damage is not None:
+            newest = self._end_of(fit) or newest
+        if newest is None and damage is not None:
             raise damage
         # A trial of a search has its own result, so resume=True continues only its own checkpoints.
         continues_any = self.resume and not _is_trial()
-        if found is not None and not continues_any and not {*launchers} & {*found.info["launchers"]}:
+        if newest is not None and not continues_any and not {*launchers} & {*newest.info["launchers"]}:
             raise self._used()
-        self._looked, self._found = True, found
-        return found
+        self._looked, self._found = True, newest
+        return newest
 
     def _used(self) -> CheckpointError:
         if _is_trial():
@@ -257,24 +257,24 @@ class CheckpointCallback(StepCounter):
         except CheckpointError:  # it is damaged, as a warning has said; the fit continues from an earlier one
             return None
 
-    def _take_up(self, found: Checkpoint, now: dict[str, Any]) -> None:
+    def _take_up(self, checkpoint: Checkpoint, now: dict[str, Any]) -> None:
         """Load the state of a checkpoint into the learner, and end the fit if it was done."""
-        learn, info = self.learn, found.info
-        path = str(found.path)
-        found.in_place = learn.shards is not None  # each rank reads its rows
-        then = _read_state(found, learn, now)
+        learn, info = self.learn, checkpoint.info
+        path = str(checkpoint.path)
+        checkpoint.in_place = learn.shards is not None  # each rank reads its rows
+        then = _read_state(checkpoint, learn, now)
         self._resumption = resumption = Resumption(then, self._compare(then), path)
         self._carried = resumption.begin(learn)
         if info["place"] == FIT:
             by = ""
-            if found.path.parent.resolve() in _ends_here:
+            if checkpoint.path.parent.resolve() in _ends_here:
                 by = ", by another Learner of this process (each may have its own directory: per_learner=True)"
-            learn.say(f"fit {info['fit']} was done before{by}: its end is loaded from {_shown(found.path)}")
+            learn.say(f"fit {info['fit']} was done before{by}: its end is loaded from {_shown(checkpoint.path)}")
             self._end()
         if info["place"] != EPOCH and learn._position is None:
             warn(f"without TrainEvalCallback the place in the data is not known: epoch {info['epoch']} is read anew")
         self._steps = self._saved_at = info["step"]
-        self._tell(found)
+        self._tell(checkpoint)
 
     def _compare(self, then: dict[str, Any]) -> bool:
         """Warn about changes since the checkpoint, or refuse them; return whether the optimizer is of the same kind."""
@@ -289,10 +289,10 @@ class CheckpointCallback(StepCounter):
                 )
         lines = state.differences(before, now | {"fit": fit})
         order = state.callback_changes(then["order"], [key for key, _ in keys(self.learn.cbs)])
-        found = [f"callbacks: {line}" for line in order] + ([first_few(lines, "; ", n=12)] if lines else [])
-        if found and self.strict:
-            raise CheckpointError(f"strict=True, and the run is not the one that was saved: {'; '.join(found)}")
-        for line in found if distributed.is_main() else ():
+        changes = [f"callbacks: {line}" for line in order] + ([first_few(lines, "; ", n=12)] if lines else [])
+        if changes and self.strict:
+            raise CheckpointError(f"strict=True, and the run is not the one that was saved: {'; '.join(changes)}")
+        for line in changes if distributed.is_main() else ():
             warn(f"not as in the checkpoint: {line}")
         lost = [key for key in state.forgetful(self.learn) if key in then["order"]]
         if lost and distributed.is_main():
@@ -302,14 +302,14 @@ class CheckpointCallback(StepCounter):
             )
         return before["optimizer"] == now["optimizer"]
 
-    def _tell(self, found: Checkpoint) -> None:
-        info, ranks = found.info, distributed.world_size()
+    def _tell(self, checkpoint: Checkpoint) -> None:
+        info, ranks = checkpoint.info, distributed.world_size()
         when = {TRAIN: "in", TRAINED: "at the validation of", EPOCH: "after"}[info["place"]]
         ago, other = format_time(max(0.0, time.time() - info["time"])), ""
-        if found.n_ranks != ranks:
-            other = f"; it had {found.n_ranks} rank{'s' * (found.n_ranks > 1)} and has {ranks}"
-            other += ", of which the new ones have fresh random streams" if ranks > found.n_ranks else ""
-        where = f"{when} epoch {info['epoch']}, step {info['step']}, from {_shown(found.path)}"
+        if checkpoint.n_ranks != ranks:
+            other = f"; it had {checkpoint.n_ranks} rank{'s' * (checkpoint.n_ranks > 1)} and has {ranks}"
+            other += ", of which the new ones have fresh random streams" if ranks > checkpoint.n_ranks else ""
+        where = f"{when} epoch {info['epoch']}, step {info['step']}, from {_shown(checkpoint.path)}"
         self.learn.say(f"resumed fit {info['fit']} {where} ({ago} old{other})")
 
     def before_train(self) -> None:
@@ -413,8 +413,8 @@ class CheckpointCallback(StepCounter):
             now: the state; by default the present one.
         """
         learn, now = self.learn, now or state_dict(self.learn, self._first)
-        found = _not_finite(_values(now))
-        bad = [name for name, where in found.items() if bool((where & ~self._infinite.get(name, _NOWHERE)).any())]
+        masks = _not_finite(_values(now))
+        bad = [name for name, where in masks.items() if bool((where & ~self._infinite.get(name, _NOWHERE)).any())]
         if distributed.reduce(int(bool(bad)), "max"):
             everywhere = dict.fromkeys(chain(*distributed.all_gather(bad)))  # each rank has its rows of shards
             if distributed.is_main():
@@ -463,11 +463,11 @@ class CheckpointCallback(StepCounter):
         with distributed.alone():
             self._storage.wait()
             storages = [Storage(self.path), *(Storage(self.path / _ENDS / str(n)) for n in _numbers(self.path / _ENDS))]
-            found = max((c for c in map(_newest_of, storages) if c is not None), key=_age, default=None)
-        if found is None:
+            newest = max((c for c in map(_newest_of, storages) if c is not None), key=_age, default=None)
+        if newest is None:
             raise CheckpointError(f"{self.path} has no checkpoint; to_dcp writes the newest one for other tools")
-        found.in_place = True  # values are read only when they are written
-        state, opt = {"model": dict(found.weights())}, found.state()["opt"]
+        newest.in_place = True  # values are read only when they are written
+        state, opt = {"model": dict(newest.weights())}, newest.state()["opt"]
         if opt is not None:
             state["optimizer"] = _by_name(self.learn.opt, opt, unwrap(self.learn.model))
         dcp.save(state, checkpoint_id=path, no_dist=True)
@@ -509,12 +509,12 @@ class CheckpointCallback(StepCounter):
             number: the index of the call of `lr_find`.
         """
         self._enter()
-        found = self._newest()
-        recorded = [] if found is None else found.info["lr_finds"]
+        newest = self._newest()
+        recorded = [] if newest is None else newest.info["lr_finds"]
         return recorded[number] if number < len(recorded) else None
 
 
-def _read_state(found: Checkpoint, learn: Any, now: dict[str, Any]) -> dict[str, Any]:
+def _read_state(saved: Checkpoint, learn: Any, now: dict[str, Any]) -> dict[str, Any]:
     """Read a state as `run_state.state_dict` returned it; every rank reads the common part and its own part.
 
     Its values must have the types of those of the present state, `now`, except the states of other people's callbacks:
@@ -524,8 +524,8 @@ def _read_state(found: Checkpoint, learn: Any, now: dict[str, Any]) -> dict[str,
     Raises:
         CheckpointError: a value is of another type.
     """
-    then, rank = found.state(), distributed.rank()
-    mine, file = found.own(rank), f"{found.path}/state.json: state"
+    then, rank = saved.state(), distributed.rank()
+    mine, file = saved.own(rank), f"{saved.path}/state.json: state"
     theirs = ("TorchScheduler",)  # it has the state of a scheduler of any library
     ours = {key for key, cb in keys(learn.cbs) if is_ours(type(cb)) and type(cb).__name__ not in theirs}
 
@@ -545,21 +545,21 @@ def _read_state(found: Checkpoint, learn: Any, now: dict[str, Any]) -> dict[str,
         check_types(then["position"], place, f"{file}.position")
     if mine is not None:
         own = {part: of_ours(now["rank"][part]) for part in ("callbacks", "alone")}
-        check_types(mine, now["rank"] | own, f"{found.path}/rank{rank}.json: own")
-    with fitting(str(found.path)):
-        if found.n_ranks != distributed.world_size():
-            owns = [found.own(each) or {} for each in range(found.n_ranks)]
+        check_types(mine, now["rank"] | own, f"{saved.path}/rank{rank}.json: own")
+    with fitting(str(saved.path)):
+        if saved.n_ranks != distributed.world_size():
+            owns = [saved.own(each) or {} for each in range(saved.n_ranks)]
             ranks = [each["callbacks"] for each in owns]
             for key in (key for each in ranks for key in each):
                 then["callbacks"].setdefault(key, {})["ranks"] = [each[key] for each in ranks if key in each]
             mine = (mine or {"seed": owns[0]["seed"]}) | {"callbacks": {}}
         # It starts from the steps of this fit.
-        then["callbacks"][state.BUDGET] = {"steps": found.info["step"], "open": False}
-    return then | {"model": found.weights(), "rank": mine, "place": found.info["place"]}
+        then["callbacks"][state.BUDGET] = {"steps": saved.info["step"], "open": False}
+    return then | {"model": saved.weights(), "rank": mine, "place": saved.info["place"]}
 
 
-def _age(found: Checkpoint) -> tuple[int, float]:
-    return found.info["fit"], found.info["time"]
+def _age(checkpoint: Checkpoint) -> tuple[int, float]:
+    return checkpoint.info["fit"], checkpoint.info["time"]
 
 
 def _by_name(made: Any, state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
@@ -611,13 +611,13 @@ def _newest_of(storage: Storage) -> Checkpoint | None:
     Raises:
         CheckpointError: on all ranks: there are checkpoints, and all are damaged; or the newest one is not of a run.
     """
-    found = storage.newest()
-    if found is not None:
-        info, name = found.info, f"{found.path}/manifest.json: info"
+    newest = storage.newest()
+    if newest is not None:
+        info, name = newest.info, f"{newest.path}/manifest.json: info"
         check_types(info, _INFO, name)
         if not info.keys() >= _INFO.keys() or info["place"] not in _SUFFIXES:
             raise CheckpointError(f"{name} is damaged: it does not say where in the run the checkpoint was taken")
-    return found
+    return newest
 
 
 def _of_run(path: Path, resume: str) -> Path:
@@ -630,19 +630,19 @@ def _of_run(path: Path, resume: str) -> Path:
     kind, _, run = resume.partition(":")
     if kind != "run" or not run:
         raise ValueError(f"got resume={resume!r}; it is True, False, or 'run:ID' with the run_id of a tracker")
-    found: dict[str, set[str]] = {}
+    folders: dict[str, set[str]] = {}
     for one in (each for folder in (path, *path.rglob("*/")) for each in candidates(folder)):
         with suppress(CheckpointError):  # a damaged checkpoint is skipped; the others name the same run
             folder = one.parents[2] if one.parents[1].name == _ENDS else one.parent
             for each in manifest_of(one)["info"].get("runs", []):
-                found.setdefault(str(each), set()).add(str(folder))
-    if len(found.get(run, ())) != 1:
-        said = "these do" if run in found else "the runs of the checkpoints there"
+                folders.setdefault(str(each), set()).add(str(folder))
+    if len(folders.get(run, ())) != 1:
+        said = "these do" if run in folders else "the runs of the checkpoints there"
         raise CheckpointError(
             f"{resume!r}: one directory in {path} or below it has to have checkpoints of this run; {said}: "
-            f"{first_few(sorted(found.get(run, found))) or 'none'}"
+            f"{first_few(sorted(folders.get(run, folders))) or 'none'}"
         )
-    return Path(*found[run])
+    return Path(*folders[run])
 
 
 def _is_used(path: Path) -> bool:
@@ -680,11 +680,11 @@ def _launcher() -> str:
 def _not_finite(values: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return masks of the NaN or infinite values of tensors that have some, by name. A host-device sync."""
     tensors = {name: local(t) for name, t in values.items() if isinstance(t, Tensor)}
-    found = {name: t for name, t in tensors.items() if t.dtype in _FLOATS and t.numel()}
-    sums = [t.sum(dtype=torch.float32 if t.itemsize < 4 else None).abs().double() for t in found.values()]
+    floats = {name: t for name, t in tensors.items() if t.dtype in _FLOATS and t.numel()}
+    sums = [t.sum(dtype=torch.float32 if t.itemsize < 4 else None).abs().double() for t in floats.values()]
     finite = torch.stack([each.to(sums[0].device) for each in sums]).isfinite().tolist() if sums else []
     # A sum of finite values may overflow: then the mask is empty.
-    return {name: ~t.isfinite() for (name, t), is_finite in zip(found.items(), finite, strict=True) if not is_finite}
+    return {name: ~t.isfinite() for (name, t), is_finite in zip(floats.items(), finite, strict=True) if not is_finite}
 
 
 _NOWHERE = torch.tensor(False)

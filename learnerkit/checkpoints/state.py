@@ -61,12 +61,12 @@ def _loader(dl: Any) -> dict[str, Any] | None:
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries that can be compared and written."""
-    found = {name: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+    items = {name: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
              for name, value in values.items() if name != "params"}  # fmt: skip
     simple = str | int | float | bool | None
     return {
         name: list(value) if isinstance(value, list | tuple) else value
-        for name, value in found.items()
+        for name, value in items.items()
         if isinstance(value, simple)
         or (isinstance(value, list | tuple) and all(isinstance(item, simple) for item in value))
     }
@@ -75,12 +75,12 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
 def _arguments(cb: Callback) -> dict[str, Any]:
     """Return the arguments with which a callback was made, if it keeps them as attributes; some values of schedules."""
     names = inspect.signature(type(cb).__init__).parameters
-    found = _plain({name: value for name, value in vars(cb).items() if name in names})
+    values = _plain({name: value for name, value in vars(cb).items() if name in names})
     for name, sched in getattr(cb, "scheds", {}).items():
         for i, each in enumerate(sched if isinstance(sched, list) else [sched]):
             if callable(each):
-                found[f"{name}.{i}"] = [float(each(position / 4)) for position in range(5)]
-    return found
+                values[f"{name}.{i}"] = [float(each(position / 4)) for position in range(5)]
+    return values
 
 
 def differences(then: Any, now: Any, name: str = "") -> list[str]:
@@ -100,14 +100,14 @@ def differences(then: Any, now: Any, name: str = "") -> list[str]:
 def forgetful(learn: "Learner") -> list[str]:
     """Return the users' callbacks without `state_dict` that hold modules, or tensors that cannot be saved."""
     parts = {id(t) for m in unwrap(learn.model).modules() for t in (m, *m.parameters(False), *m.buffers(False))}
-    found = []
+    names = []
     for key, cb in keys(learn.cbs):
         if type(cb).state_dict is Callback.state_dict and not is_ours(type(cb)):
             saved = own_attributes(cb).get("values", {})
             lost = [value for name, value in vars(cb).items() if name not in saved]
             held = [*lost, *(part for value in lost for _, part in entries(value))]
-            found += [key] * any(isinstance(x, Tensor | nn.Module) and id(x) not in parts for x in held)
-    return found
+            names += [key] * any(isinstance(x, Tensor | nn.Module) and id(x) not in parts for x in held)
+    return names
 
 
 def callback_changes(then: list[str], now: list[str]) -> list[str]:

@@ -102,15 +102,16 @@ class Checkpoint:
         Raises:
             CheckpointError: `Storage.save` has not written the file.
         """
-        found: Any = OrderedDict()
+        weights: Any = OrderedDict()
         names = [name for name in self._files if name.startswith("model") and name != _INDEX]
         for name in names:
             tensors: Any = self._read(name, partial(read_tensors, in_place=self.in_place))
-            found.update(tensors)
-            found._metadata = tensors._metadata
-        found.update(self._read(names[0], lambda path: tied_names(path, found)))  # they may be in any of the files
-        found.update(self._decoded(_STATE, "extra", [0]))
-        return found
+            weights.update(tensors)
+            weights._metadata = tensors._metadata
+        # Tied names may be in any of the files.
+        weights.update(self._read(names[0], lambda path: tied_names(path, weights)))
+        weights.update(self._decoded(_STATE, "extra", [0]))
+        return weights
 
     def state(self) -> dict[str, Any]:
         """Return the part of the state that is the same on all ranks, with its tensors on the host.
@@ -157,8 +158,8 @@ class Checkpoint:
         self.check_sizes()
         names = sorted(self._files, key=lambda name: self._files[name]["size"])[rank::n]
         with ThreadPoolExecutor(4) as threads:
-            for name, found in zip(names, threads.map(lambda name: _sha256(self.path / name), names), strict=True):
-                if found != self._files[name]["sha256"]:
+            for name, digest in zip(names, threads.map(lambda name: _sha256(self.path / name), names), strict=True):
+                if digest != self._files[name]["sha256"]:
                     raise CheckpointError(f"{self.path / name} is damaged: its content is not what was written")
 
     def check_sizes(self) -> None:
@@ -361,15 +362,15 @@ class Storage:
 
     def _list(self) -> tuple[list[tuple[str, dict]], list[str]]:
         """Return names and manifests of the checkpoints, the newest first, and the errors of damaged ones."""
-        found, problems = [], []
+        whole, problems = [], []
         for path in candidates(self.path):
             try:
                 manifest = manifest_of(path)
                 Checkpoint(path, manifest).check_sizes()
-                found.append((path.name, manifest))
+                whole.append((path.name, manifest))
             except (OSError, CheckpointError) as e:
                 problems.append(str(e))
-        return sorted(found, key=lambda item: (-item[1]["number"], (self.path / item[0]).is_symlink())), problems
+        return sorted(whole, key=lambda item: (-item[1]["number"], (self.path / item[0]).is_symlink())), problems
 
     def _commit(self, folder: Path, name: str, info: dict[str, Any], files: dict[str, dict]) -> None:
         """Turn a directory in which all files are on disk into a checkpoint; on rank 0."""
@@ -495,9 +496,9 @@ class _Content:
         self._tensors = {f"model.{name}": tensor for name, tensor in model.items()}
         self._json = {}
         for part, values, place in (("state", state, ""), ("extra", extra, "the model"), ("own", own, "own")):
-            found: list[Tensor] = []
-            self._json[part] = encode(values, found, place)
-            self._tensors |= {f"{part}.{i}": tensor for i, tensor in enumerate(found)}
+            tensors: list[Tensor] = []
+            self._json[part] = encode(values, tensors, place)
+            self._tensors |= {f"{part}.{i}": tensor for i, tensor in enumerate(tensors)}
         plan = repr([(name, t.dtype, t.shape) for name, t in self._tensors.items() if name.startswith("state.")])
         self.plan = hashlib.sha256(plan.encode()).hexdigest()
 
@@ -529,19 +530,19 @@ class _Content:
                 mine[name] = whole
         taken = {name: on_host(t) for name, t in mine.items()} if memory is None else memory.copies(mine)
         model = {name.removeprefix("model."): taken.pop(name) for name in of_model if name in mine}
-        found: dict[str, list[Buffer]] = {
+        pieces: dict[str, list[Buffer]] = {
             f"rank{rank}.safetensors": tensor_file(taken),
             f"rank{rank}.json": [json.dumps({"own": self._json.pop("own")}).encode()],
         }
         if rank < (n if is_divided else 1):
-            found[_model_part(rank, n) if is_divided else _MODEL] = tensor_file(model, self._notes)
+            pieces[_model_part(rank, n) if is_divided else _MODEL] = tensor_file(model, self._notes)
         if rank == 0:
-            found[_STATE] = [json.dumps(self._json).encode()]
+            pieces[_STATE] = [json.dumps(self._json).encode()]
             if is_divided:
                 weight_map = {name.removeprefix("model."): _model_part(owners[name], n) for name in of_model}
                 index = {"metadata": {"total_size": sum(sizes[name] for name in of_model)}, "weight_map": weight_map}
-                found[_INDEX] = [json.dumps(index).encode()]
-        return found
+                pieces[_INDEX] = [json.dumps(index).encode()]
+        return pieces
 
 
 def _model_part(rank: int, n: int) -> str:
@@ -638,7 +639,7 @@ def _joined(texts: Sequence[str]) -> str:
             ranks.setdefault(text, []).append(rank)
     if len(texts) == 1:
         return texts[0]
-    return "; ".join(f"rank {first_few(found)}: {text}" for text, found in ranks.items())
+    return "; ".join(f"rank {first_few(numbers)}: {text}" for text, numbers in ranks.items())
 
 
 # Reading
@@ -698,12 +699,12 @@ def _is_manifest(path: Path, manifest: dict[str, Any]) -> bool:
 def _size(path: Path) -> int:
     """Return the size of a file; refuse a link, which may lead anywhere."""
     try:
-        found = os.lstat(path)
+        status = os.lstat(path)
     except OSError as e:
         raise CheckpointError(f"{path} is missing or cannot be read: {e.strerror}") from e
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise CheckpointError(f"{path} is damaged: it is not a regular file")
-    return found.st_size
+    return status.st_size
 
 
 def _sha256(path: Path) -> str:
@@ -797,32 +798,32 @@ def encode(value: Any, tensors: list[Tensor], place: str = "") -> Any:
         raise CheckpointError(f"{place or 'the state'} is nested too deeply, or contains itself") from None
 
 
-def decode(found: Any, tensors: Mapping[int, Tensor] | Sequence[Tensor]) -> Any:
+def decode(encoded: Any, tensors: Mapping[int, Tensor] | Sequence[Tensor]) -> Any:
     """Return the value that `encode` has encoded.
 
     Raises:
         Exception: of several types, if `encode` has not made it.
     """
-    if isinstance(found, list):
-        return [decode(item, tensors) for item in found]
-    if not isinstance(found, dict):
-        return found
-    mark = next((key for key in found if key.startswith("!")), None)
+    if isinstance(encoded, list):
+        return [decode(item, tensors) for item in encoded]
+    if not isinstance(encoded, dict):
+        return encoded
+    mark = next((key for key in encoded if key.startswith("!")), None)
     if mark is None:
-        return {key: decode(value, tensors) for key, value in found.items()}
-    value: Any = found[mark]
+        return {key: decode(value, tensors) for key, value in encoded.items()}
+    value: Any = encoded[mark]
     kinds: dict[str, type] = {"!tuple": list, "!dict": list, "!scalar": str, "!float": str}
     kind = type(value)
     if kind is not kinds.get(mark, int):
         raise ValueError(f"it has the mark {mark!r} with a {kind.__name__}")
     match mark:
         case "!tensor":
-            order = found.get("order")
+            order = encoded.get("order")
             return tensors[value] if order is None else tensors[value].permute([order.index(d) for d in sorted(order)])
         case "!array":
-            return tensors[value].numpy().view(_ARRAYS[found["type"]]).reshape(found["shape"]).copy()
+            return tensors[value].numpy().view(_ARRAYS[encoded["type"]]).reshape(encoded["shape"]).copy()
         case "!scalar":
-            return np.frombuffer(bytes.fromhex(value), _ARRAYS[found["type"]])[0]
+            return np.frombuffer(bytes.fromhex(value), _ARRAYS[encoded["type"]])[0]
         case "!float":
             return {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[value]
         case "!list":
@@ -830,7 +831,7 @@ def decode(found: Any, tensors: Mapping[int, Tensor] | Sequence[Tensor]) -> Any:
         case "!tuple":
             return tuple(decode(value, tensors))
         case "!dict":
-            return _DICTS[found["kind"]](dict(decode(value, tensors)))
+            return _DICTS[encoded["kind"]](dict(decode(value, tensors)))
     raise ValueError(f"it has the unknown mark {mark!r}")
 
 
@@ -849,7 +850,9 @@ def check_types(found: Any, now: Any, name: str) -> None:
     """
     if now is None:
         return
-    kind = (int, float) if type(now) in (int, float) else Tensor if isinstance(now, Tensor) else type(now)
+    kind: Any = Tensor if isinstance(now, Tensor) else type(now)
+    if kind in (int, float):
+        kind = (int, float)
     is_kind = isinstance(found, kind) and isinstance(found, bool) == isinstance(now, bool)
     if is_kind and isinstance(now, Tensor | np.ndarray):
         is_kind = (found.shape, found.dtype) == (now.shape, now.dtype)

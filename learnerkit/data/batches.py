@@ -194,8 +194,8 @@ def gather_batches(batches: list[tuple[Any, Any]], sharded: bool, on: str = "all
     """
     if not sharded:
         return [batch for _, batch in batches]
-    found = gather_nested(batches, on)
-    return None if found is None else [batch for _, batch in found]
+    pairs = gather_nested(batches, on)
+    return None if pairs is None else [batch for _, batch in pairs]
 
 
 @collective

@@ -41,8 +41,12 @@ def check_dims(dims: Any) -> None:
     Raises:
         ValueError: it is neither a number of 0 or more, nor a sequence or mapping of such numbers and `None`.
     """
-    several = dims.values() if isinstance(dims, Mapping) else dims if isinstance(dims, tuple | list) else None
-    if not (_is_dim(dims) if several is None else all(d is None or _is_dim(d) for d in several)):
+    if isinstance(dims, Mapping | tuple | list):
+        several = dims.values() if isinstance(dims, Mapping) else dims
+        is_valid = all(d is None or _is_dim(d) for d in several)
+    else:
+        is_valid = _is_dim(dims)
+    if not is_valid:
         raise ValueError(
             f"got batch_dim={dims!r}; it is the dimension of the samples: 0, 1, ..., or such a number for each entry "
             "of a batch, (1, 0) or {'tokens': 1}, with None for an entry that belongs to the whole batch"
@@ -107,13 +111,13 @@ def _dims_at(dims: Dims, key: Any) -> Dims:
 
 def row_counts(batch: Any, dims: Dims, others: Callable[[Any], Any] | None = None) -> dict[tuple, int]:
     """Return the number of samples of each part of a batch, by its place; `others`: as in `map_rows`."""
-    found: dict[tuple, int] = {}
+    counts: dict[tuple, int] = {}
 
     def note(rows: Any, dim: int, place: tuple) -> None:
-        found[place] = rows.shape[dim] if hasattr(rows, "shape") else len(rows)
+        counts[place] = rows.shape[dim] if hasattr(rows, "shape") else len(rows)
 
     map_rows(note, batch, dims, others or itself)
-    return found
+    return counts
 
 
 def cut_rows(batch: Any, dims: Dims, start: int, stop: int) -> Any:
@@ -138,9 +142,9 @@ def join_rows(pieces: Sequence[Any], dim: int) -> Any:
 
 def rows_in(part: Any, dims: Dims) -> list[Any]:
     """Return the parts of a nested batch that have an entry for each sample, in order."""
-    found: list[Any] = []
-    map_rows(lambda rows, *_: found.append(rows), part, dims, itself)
-    return found
+    parts: list[Any] = []
+    map_rows(lambda rows, *_: parts.append(rows), part, dims, itself)
+    return parts
 
 
 class Share(NamedTuple):
@@ -187,10 +191,10 @@ def cut_share(
 
     counts = row_counts(batch, dims, refuse)
     if len(set(counts.values())) != 1:
-        found = ", ".join(f"{'.'.join(map(str, place)) or 'it'}: {n}" for place, n in counts.items())
+        lengths = ", ".join(f"{'.'.join(map(str, place)) or 'it'}: {n}" for place, n in counts.items())
         raise ValueError(
             f"a batch of {name} cannot be cut for {ranks} ranks, as its parts have different lengths along the "
-            f"dimension of the samples, or none ({found or describe(batch)}); {_ADVICE}"
+            f"dimension of the samples, or none ({lengths or describe(batch)}); {_ADVICE}"
         )
     rows = next(iter(counts.values()))
     ends = [0, *accumulate(even_sizes(rows, ranks, least))]

@@ -252,9 +252,9 @@ class IterablePlace:
         self._note_parts((1, max(1, dl.num_workers)) if isinstance(dl, DataLoader) else None, place)
         if place.over:  # the next epoch needs the state
             return LoaderView(dl, partial(read_on, skip=inf))
-        found, self.found = self.found, None
-        if found is not None:
-            options = {"source": self.source, "state": found, "at_end": not place.goes_on, "quiet": place.goes_on}
+        state, self.found = self.found, None
+        if state is not None:
+            options = {"source": self.source, "state": state, "at_end": not place.goes_on, "quiet": place.goes_on}
             return LoaderView(dl, partial(read_on, **options))
         if not place.read:
             return dl

@@ -90,6 +90,6 @@ class LengthBatches(Sampler[list[int]]):
 
 def _bounds(lengths: Tensor) -> Tensor:
     """Return each length, rounded up, but not above the greatest length."""
-    found = np.maximum(lengths.numpy(), 1)
-    step = (2 ** np.floor(np.log2(np.maximum(found - 1, 64))) / 8).astype(np.int64)
-    return torch.from_numpy(np.minimum(-(-found // step) * step, found.max(initial=1)))
+    values = np.maximum(lengths.numpy(), 1)
+    step = (2 ** np.floor(np.log2(np.maximum(values - 1, 64))) / 8).astype(np.int64)
+    return torch.from_numpy(np.minimum(-(-values // step) * step, values.max(initial=1)))

@@ -389,15 +389,15 @@ class DataLoaders:
             return dl
         self._twins = {key: pair for key, pair in self._twins.items() if self._owns(pair[0])}
         key = (id(dl), training, per_sample)
-        _, found = self._twins.get(key, (dl, None))
-        if found is None:
+        _, copied = self._twins.get(key, (dl, None))
+        if copied is None:
             dataset = PerSample(dl.dataset) if per_sample else dl.dataset
-            found = with_batches(dl, dataset=dataset, **replaced_sampler(dl))
+            copied = with_batches(dl, dataset=dataset, **replaced_sampler(dl))
             if self._owns(dl):
-                self._twins[key] = dl, found
+                self._twins[key] = dl, copied
         if per_sample or starts_workers(dl):  # set again, as this process may handle signals by now
-            found.worker_init_fn = partial(begin_worker, dl.worker_init_fn, per_sample, handles_signals())
-        return found
+            copied.worker_init_fn = partial(begin_worker, dl.worker_init_fn, per_sample, handles_signals())
+        return copied
 
     def keeps(self, dl: Any) -> bool:
         """Tell whether `dl` is one of these loaders, or a copy that is kept for one."""
@@ -414,8 +414,8 @@ class DataLoaders:
         """Return the number of samples of a batch that no loader has drawn; `None` if it is not known."""
         if self.batch_size is not None:
             return _checked_count(self.batch_size(batch))
-        found = self.row_sizes(batch)
-        return found.pop() if len(found) == 1 else None
+        sizes = self.row_sizes(batch)
+        return sizes.pop() if len(sizes) == 1 else None
 
     def dims_of(self, xb: tuple[Any, ...], yb: tuple[Any, ...]) -> tuple[Any, Any, int | None]:
         """Return the parts of `batch_dim` for these inputs, for these targets, and for predictions."""
@@ -577,21 +577,21 @@ class Unpacker:
     def _infer(self, batch: Any) -> int:
         """Guess the number of samples of a batch whose parts have several lengths, by comparison with a full batch."""
         dims = self.dls.batch_dim
-        found = dict(lengths_in(batch)) if dims == 0 else row_counts(batch, dims)
+        lengths_by_place = dict(lengths_in(batch)) if dims == 0 else row_counts(batch, dims)
         if not self._places:
             size = getattr(self.dl, "batch_size", None)
-            self._places = [place for place, length in found.items() if length == size]
-        here = [found[place] for place in self._places if place in found]
+            self._places = [place for place, length in lengths_by_place.items() if length == size]
+        here = [lengths_by_place[place] for place in self._places if place in lengths_by_place]
         if here:
             return min(here)  # in the last batch, a part shared by all samples may be as long as a full batch
-        lengths = ", ".join(f"{'.'.join(map(str, place))}: {length}" for place, length in found.items())
+        lengths = ", ".join(f"{'.'.join(map(str, place))}: {length}" for place, length in lengths_by_place.items())
         message = (
             "it is not known how many samples a batch has, as its parts have different lengths or none "
             f"({lengths or describe(batch)}); {_ADVICE}"
         )
         if self.sharded:
             raise ValueError(message + " (errors.html#batch-samples)")
-        guess = next(iter(found.values()), 1)
+        guess = next(iter(lengths_by_place.values()), 1)
         self._say(message + f". Until then the first length is taken, {guess} (errors.html#batch-samples)")
         return guess
 

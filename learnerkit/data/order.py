@@ -65,8 +65,8 @@ def order_sources(dl: Any) -> list[Any]:
     """
     samplers = samplers_of(dl)
     held = [getattr(dl, "generator", None), *(x for s in samplers for x in getattr(s, "__dict__", {}).values())]
-    found = [*(x for x in held if isinstance(x, GENERATORS)), *filter(has_state, samplers)]
-    return list({id(x): x for x in found}.values())
+    sources = [*(x for x in held if isinstance(x, GENERATORS)), *filter(has_state, samplers)]
+    return list({id(x): x for x in sources}.values())
 
 
 def states_of(sources: Sequence[Any]) -> list[Any]:

@@ -58,13 +58,15 @@ class Position:
     @property
     def batches(self) -> int:
         """The number of batches of the user's loader that training has read in this epoch, on all ranks together."""
-        found = self.read + max(0, self.steps - self.first_step) * self._per_step
-        return found if self._total is None or self._per_step == 1 else min(found, max(self.read, self._total))
+        n = self.read + max(0, self.steps - self.first_step) * self._per_step
+        return n if self._total is None or self._per_step == 1 else min(n, max(self.read, self._total))
 
     @property
     def stage(self) -> str:
         """The stage of the fit: 'train', in an epoch's training; 'trained', after it; 'epoch', between two epochs."""
-        return "trained" if self.over else "train" if self.begun else "epoch"
+        if self.over:
+            return "trained"
+        return "train" if self.begun else "epoch"
 
     def seed(self, *use: Any) -> int:
         """Return the seed of this epoch's sample order; with arguments, the seed for another use."""
@@ -97,8 +99,8 @@ class Position:
         """
         if self._loaded is not None:
             return self._loaded
-        found = self.data.state(self)
-        reading = self.begun and not found["over"]
+        data = self.data.state(self)
+        reading = self.begun and not data["over"]
         return {
             "epoch": self.epoch,
             "batches": self.batches,
@@ -107,7 +109,7 @@ class Position:
             "order": self.order,
             "samplers": self._start if reading else self._order_sources and states_of(self._order_sources),
             "batch_size": self._batch_size,
-            **found,
+            **data,
         }
 
     def own_state_dict(self) -> dict[str, Any]:

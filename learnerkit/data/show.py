@@ -179,7 +179,9 @@ def show(dls: "DataLoaders", inputs: list[tuple], notes: dict[str, list[Any]], t
         return None
     if not inputs:
         raise ValueError("there are no samples to show; n is 1 or more, and the loader has to have a batch")
-    shown: list[Any] = [dls.decode(*x) if dls.decode else (x[0] if len(x) == 1 else x) for x in inputs]
+    shown: list[Any] = [x[0] if len(x) == 1 else x for x in inputs]
+    if dls.decode:
+        shown = [dls.decode(*x) for x in inputs]
     pictures = [picture for x in shown if (picture := _picture(x)) is not None]
     if len(pictures) == len(shown):
         return _figure(
@@ -227,8 +229,10 @@ def _picture(x: Any) -> Tensor | None:
     x = x.detach().cpu() if isinstance(x, Tensor) else torch.from_numpy(np.array(x))  # the array may be read-only
     if x.ndim == 3 and x.shape[0] in (3, 4):
         x = x.movedim(0, -1)
-    elif x.ndim == 3:
-        x = x[..., 0] if x.shape[-1] == 1 else x if x.shape[-1] in (3, 4) and x.shape[0] > 1 else x[0]
+    elif x.ndim == 3 and x.shape[-1] == 1:
+        x = x[..., 0]
+    elif x.ndim == 3 and (x.shape[-1] not in (3, 4) or x.shape[0] == 1):
+        x = x[0]
     return x.float() / 255 if x.dtype == torch.uint8 else x.float().nan_to_num(0.0, 0.0, 0.0)
 
 

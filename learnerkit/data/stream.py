@@ -313,11 +313,11 @@ class PerSample(Dataset):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, found: Seeded) -> Any:
-        return self._fetched(found.seed, [found.items])[0]
+    def __getitem__(self, seeded: Seeded) -> Any:
+        return self._fetched(seeded.seed, [seeded.items])[0]
 
-    def __getitems__(self, found: Seeded) -> list:
-        return self._fetched(found.seed, found.items)
+    def __getitems__(self, seeded: Seeded) -> list:
+        return self._fetched(seeded.seed, seeded.items)
 
     def _fetched(self, seed: int, indices: Iterable) -> list:
         states, samples = seeds.seed_states(), []

@@ -23,8 +23,8 @@ def labels_of(dataset: Any) -> Tensor | None:
     `targets` as in torchvision's datasets.
     """
     if isinstance(dataset, Subset):
-        found = labels_of(dataset.dataset)
-        return None if found is None else found[torch.as_tensor(dataset.indices, dtype=torch.int64)]
+        labels = labels_of(dataset.dataset)
+        return None if labels is None else labels[torch.as_tensor(dataset.indices, dtype=torch.int64)]
     if isinstance(dataset, ConcatDataset):
         parts = [labels_of(part) for part in dataset.datasets]
         return None if any(part is None for part in parts) else torch.cat(cast(list[Tensor], parts))
@@ -35,11 +35,11 @@ def labels_of(dataset: Any) -> Tensor | None:
     else:
         listed = getattr(dataset, "labels", getattr(dataset, "targets", None))
     try:
-        found = torch.as_tensor([] if listed is None else listed)
+        labels = torch.as_tensor([] if listed is None else listed)
     except (TypeError, ValueError, RuntimeError):  # the labels may be texts, or lists of several lengths
         return None
-    are_classes = found.ndim == 1 and not found.is_floating_point() and len(found) and int(found.min()) >= 0
-    return found.long().cpu() if are_classes and len(found) == len(dataset) else None
+    are_classes = labels.ndim == 1 and not labels.is_floating_point() and len(labels) and int(labels.min()) >= 0
+    return labels.long().cpu() if are_classes and len(labels) == len(dataset) else None
 
 
 def count_classes(labels: Tensor, names: Sequence | None) -> dict[Any, int]:
@@ -63,8 +63,8 @@ def sample_weights(weights: Any, dataset: Any, names: Sequence | None) -> Tensor
     """
     labels = labels_of(dataset)
     counts = None if labels is None else count_classes(labels, names)
-    found = _numbers("weights", weights, counts, len(dataset), "training samples")
-    return found[labels] if isinstance(weights, str | Mapping) else found
+    by_class = _numbers("weights", weights, counts, len(dataset), "training samples")
+    return by_class[labels] if isinstance(weights, str | Mapping) else by_class
 
 
 def class_loss(dls: Any, given: Callable | None, default: nn.Module, class_weights: Any) -> Any:
@@ -98,8 +98,8 @@ def class_loss(dls: Any, given: Callable | None, default: nn.Module, class_weigh
             "count a rare class twice"
         )
     names = dls.classes if counts is None else counts
-    found = _numbers("class_weights", class_weights, counts, None if names is None else len(names), "classes")
-    return nn.CrossEntropyLoss(weight=found.to(torch.get_default_dtype()))
+    numbers = _numbers("class_weights", class_weights, counts, None if names is None else len(names), "classes")
+    return nn.CrossEntropyLoss(weight=numbers.to(torch.get_default_dtype()))
 
 
 def _numbers(name: str, given: Any, counts: dict[Any, int] | None, n: int | None, what: str) -> Tensor:
@@ -127,18 +127,18 @@ def _numbers(name: str, given: Any, counts: dict[Any, int] | None, n: int | None
             given = [given[key] for key in counts]
         n, what = len(counts), "classes"
     try:
-        found = torch.as_tensor(given, dtype=torch.float64)
+        numbers = torch.as_tensor(given, dtype=torch.float64)
     except (TypeError, ValueError, RuntimeError):
-        found = torch.empty(0)
-    fits = found.ndim == 1 and len(found) and n in (None, len(found))
-    if not fits or not found.isfinite().all() or (found < 0).any() or not found.any():
+        numbers = torch.empty(0)
+    fits = numbers.ndim == 1 and len(numbers) and n in (None, len(numbers))
+    if not fits or not numbers.isfinite().all() or (numbers < 0).any() or not numbers.any():
         raise ValueError(
             f"got {name}={given if isinstance(given, str) else describe(given)}; it is 'balanced', a mapping with a "
             f"weight for each class, or one number for each of the {'' if n is None else f'{n:,} '}{what}, 0 or more, "
             "and not 0 for all"
             " (errors.html#class-weights)"
         )
-    return found
+    return numbers
 
 
 def _say_rare(counts: dict[Any, int]) -> None:

@@ -314,15 +314,15 @@ def gather_pieces(pieces: Iterable[tuple[Any, Tensor]], on: str = "all") -> list
         dist.gather(padded, loads if is_main() else None, dst=0)
         if not is_main():
             return None
-    found = []
+    gathered = []
     for label, part in zip(labels, loads, strict=True):
         part, start = part.cpu(), 0
         for place, shape, dtype in label:
             stop = start + shape.numel() * dtype.itemsize
             # The slice is cloned, as a slice of bytes need not be aligned for its type.
-            found.append((place, part[start:stop].clone().view(dtype).reshape(shape)))
+            gathered.append((place, part[start:stop].clone().view(dtype).reshape(shape)))
             start = stop
-    return [tensor for _, tensor in sorted(found, key=lambda piece: piece[0])]
+    return [tensor for _, tensor in sorted(gathered, key=lambda piece: piece[0])]
 
 
 @collective

@@ -67,9 +67,9 @@ def _init(timeout: timedelta | None, what: str, wait: float) -> None:
         # CPU tensors (predictions, counts) are sent by gloo, so they need no memory of the accelerator.
         backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
     here, size = rank(), world_size()
-    found = _meet_in_store(timeout, what, wait)
-    await_all(dist.PrefixStore("learnerkit/first", found), what, wait)
-    dist.init_process_group(backend, store=found, rank=here, world_size=size, timeout=timeout)
+    keys = _meet_in_store(timeout, what, wait)
+    await_all(dist.PrefixStore("learnerkit/first", keys), what, wait)
+    dist.init_process_group(backend, store=keys, rank=here, world_size=size, timeout=timeout)
     atexit.register(_leave)
 
 
@@ -239,14 +239,14 @@ def _meet_in_store(timeout: timedelta | None, what: str = "", wait: float = JOIN
     try:
         if rank() or promised:
             _await_host(promised, wait)
-        found, _, _ = next(dist.rendezvous("env://", rank(), world_size(), timeout=timedelta(seconds=max(wait, 1.0))))
+        keys, _, _ = next(dist.rendezvous("env://", rank(), world_size(), timeout=timedelta(seconds=max(wait, 1.0))))
     except NotAStore as e:
         said = f"what listens at the address of rank 0 does not answer like a process of this run ({e})"
         raise _not_met(me + said) from None
     except (RuntimeError, TimeoutError) as e:
         raise _not_met(f"{me}the other processes of this run did not come within {wait:.0f} s") from e
-    found.set_timeout(timeout or default_timeout())
-    return found
+    keys.set_timeout(timeout or default_timeout())
+    return keys
 
 
 def _not_met(what: str) -> RuntimeError:

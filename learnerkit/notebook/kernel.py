@@ -137,10 +137,10 @@ class _WorkerProcess:
 
     def read_output(self) -> str:
         """Read the output on its file descriptors, if that does not go to the terminal."""
-        found = b""
+        output = b""
         while self.process.stdout is not None and (chunk := self.process.stdout.read(1 << 16)):
-            found += chunk
-        return self._decoder.decode(found)
+            output += chunk
+        return self._decoder.decode(output)
 
     def kill(self) -> None:
         """Kill it and its loader workers."""

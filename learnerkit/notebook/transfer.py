@@ -142,14 +142,14 @@ def _shared(call: Call, met: list[Any]) -> tuple[list[Any], list[Any]]:
 def _path_to(culprit: Any, call: Call) -> str:
     """Return the expression that leads from the learner or an argument to an object in it."""
     args = [(f"argument {i + 1}", x) for i, x in enumerate(call.args)]
-    found = [("learn", call.learn), *args, *((f"the argument {name}", x) for name, x in call.kwargs.items())]
+    paths = [("learn", call.learn), *args, *((f"the argument {name}", x) for name, x in call.kwargs.items())]
     seen = set()
-    for where, x in found:  # the list grows during the loop
+    for where, x in paths:  # the list grows during the loop
         if x is culprit:
             return where
         if id(x) not in seen:
             seen.add(id(x))
-            found += _parts(where, x)
+            paths += _parts(where, x)
     return "the learner"
 
 

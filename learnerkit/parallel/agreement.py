@@ -249,8 +249,8 @@ class Agreement:
         learn.train_iter = max(iterations)
         self.obey(list(map(max, *flags)))
         if len(set(places)) > 1:
-            found = ", ".join(f"rank {rank} is at {place}" for rank, place in enumerate(places))
-            raise distributed.not_together(f"the ranks have come to different places: {found}")
+            by_rank = ", ".join(f"rank {rank} is at {place}" for rank, place in enumerate(places))
+            raise distributed.not_together(f"the ranks have come to different places: {by_rank}")
 
     @collective
     def _before_collective(self) -> None:

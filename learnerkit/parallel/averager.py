@@ -50,7 +50,8 @@ class Averager:
         # only DDP itself can serve.
         self._own = own = next((seam for seam in ("_backward", "_step") if overrides(self.learn, seam)), "")
         is_static = cb.ddp_kwargs.get("static_graph")
-        self._engine = engine = "comm_hook" if cb.comm_hook else "static_graph" if is_static else ""
+        engine = "static_graph" if is_static else ""
+        self._engine = engine = "comm_hook" if cb.comm_hook else engine
         cb.ends.callback(step.take_parameters, {}, watches=False)
         if hasattr(self.learn, "gradient_accumulation"):
             if own == "_backward":
@@ -155,7 +156,7 @@ class Averager:
             unused: the parameters that this rank's first batch leaves out; `None` if the rank has no data.
         """
         mine = None if unused is None else (unused, buffer_marks(self.learn.model, self.learn.loss_func))
-        everyone = [found for found in distributed.all_gather(mine) if found is not None]
+        everyone = [first for first in distributed.all_gather(mine) if first is not None]
         if not everyone:
             return None
         names, marks = zip(*everyone, strict=True)
@@ -201,7 +202,7 @@ class Averager:
         learn, given = self.learn, self.cb.find_unused_parameters
         engine = self._engine
         mine = first and (*first, buffer_marks(learn.model, learn.loss_func))
-        everyone = [found for found in distributed.all_gather(mine) if found is not None]
+        everyone = [facts for facts in distributed.all_gather(mine) if facts is not None]
         if not everyone:
             return False
         left_out, why, marks = zip(*everyone, strict=True)

@@ -239,13 +239,13 @@ def look_through(module: nn.Module, call: Callable[..., Any], device_ids: list[i
     own = {"module": module, "device_ids": device_ids, "__deepcopy__": partial(copy.deepcopy, module)}
 
     def get(wrapper: nn.DataParallel, name: str) -> Any:
-        found = own[name] if name in own else getattr(module, name)
-        if not inspect.ismethod(found):
-            return found
+        attribute = own[name] if name in own else getattr(module, name)
+        if not inspect.ismethod(attribute):
+            return attribute
 
-        @wraps(found)
+        @wraps(attribute)
         def method(*args: Any, **kwargs: Any) -> Any:
-            result = found(*args, **kwargs)
+            result = attribute(*args, **kwargs)
             return wrapper if result is module else result
 
         return method
@@ -273,8 +273,8 @@ def can_replicate(loss_func: Any) -> bool:
     if isinstance(loss_func, nn.Module):
         held = [value for module in loss_func.modules() for value in vars(module).values()]
     elif inspect.isfunction(inner):
-        found = inspect.getclosurevars(inner)
-        held = [*found.nonlocals.values(), *found.globals.values()]
+        variables = inspect.getclosurevars(inner)
+        held = [*variables.nonlocals.values(), *variables.globals.values()]
     else:
         return False
     stays = [x for x in held if isinstance(x, Tensor) or (isinstance(x, nn.Module) and [*x.parameters(), *x.buffers()])]

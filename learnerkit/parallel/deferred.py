@@ -60,13 +60,13 @@ class Deferred:
             self._finish()
 
     def _first(self, pieces: list[Tensor]) -> tuple[list[str], list[str]]:
-        params, found = self.step.params, set(pieces)
+        params, reached = self.step.params, set(pieces)
         reasons = list[str]()
         if any(p.grad is not None and p.grad.layout is not torch.strided for p in params.values()):
             reasons.append("gradients are sparse")
-        if len(found) < len(pieces):
+        if len(reached) < len(pieces):
             reasons.append("gradients come in pieces, as those of a checkpoint with use_reentrant=True")
-        return [name for name, p in params.items() if p not in found], reasons
+        return [name for name, p in params.items() if p not in reached], reasons
 
     @collective
     def _finish(self) -> None:

@@ -195,9 +195,9 @@ class DistributedCallback(Callback):
         everyone = distributed.all_gather(facts)
         for name in dict.fromkeys(name for other in everyone for name in other):
             # Some ranks may lack a callback.
-            found = {r: other[name] for r, other in enumerate(everyone) if name in other}
-            if len(set(map(repr, found.values()))) > 1:
-                by_rank = ", ".join(f"rank {r}: {value}" for r, value in found.items())
+            values = {r: other[name] for r, other in enumerate(everyone) if name in other}
+            if len(set(map(repr, values.values()))) > 1:
+                by_rank = ", ".join(f"rank {r}: {value}" for r, value in values.items())
                 raise ValueError(
                     f"fit differs between ranks in its {name} ({by_rank}); every rank must make the same call"
                 )
@@ -244,20 +244,20 @@ class DistributedCallback(Callback):
             learn.shards.check_parameters()
         else:
             model, mapped = learn.model, learn.mapped
-            found = units(model, self.shard)
+            parts = units(model, self.shard)
             if mapped is not None:
                 check_values(model)
-                for part in (*found.values(), model):  # comparing the whole model at once would take too much memory
+                for part in (*parts.values(), model):  # comparing the whole model at once would take too much memory
                     distributed.give_values([*part.parameters()])
                     mapped.release()
                 distributed.give_values([*model.buffers()])
             learn.shards = Shards(
-                model, found, learn.opts, learn.dls.device, self.reshard_after_forward, self.offload,
+                model, parts, learn.opts, learn.dls.device, self.reshard_after_forward, self.offload,
                 stays=mapped is not None,
             )  # fmt: skip
             learn.mapped = None
             if learn.task in (None, "fit"):  # otherwise each step that is tried out would say so
-                self.tell_once(learn.shards.text(found), by=learn.say)
+                self.tell_once(learn.shards.text(parts), by=learn.say)
         return learn.shards
 
     def cleanup_fit(self) -> None:
@@ -398,7 +398,7 @@ def _settings(cbs: Iterable[Callback]) -> dict[str, str]:
 
     A user's subclass is listed with the arguments of its base; the user's own arguments may differ by rank.
     """
-    found: dict[str, str] = {}
+    settings: dict[str, str] = {}
     for cb in cbs:
         base = next(kind for kind in type(cb).__mro__ if is_ours(kind))
         if base is Callback or cb.rank0_only or not cb.run:
@@ -406,5 +406,5 @@ def _settings(cbs: Iterable[Callback]) -> dict[str, str]:
         for name, value in vars(cb).items():
             if name in signature(base).parameters and isinstance(value, int | float | str | None):
                 key = f"{base.__name__}({name}=)"
-                found[key] = f"{found[key]}, {value!r}" if key in found else repr(value)
-    return found
+                settings[key] = f"{settings[key]}, {value!r}" if key in settings else repr(value)
+    return settings

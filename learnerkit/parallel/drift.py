@@ -87,9 +87,9 @@ def describe_drift(tables: Sequence[Mapping[str, str]]) -> str:
     first, *others = apart
     values = [table.get(first, "missing") for table in tables]
     ranks = {value: [rank for rank, its in enumerate(values) if its == value] for value in values}
-    found = [f"{value} on rank{'s' * (len(on) > 1)} {first_few(on, n=8)}" for value, on in ranks.items()]
+    by_value = [f"{value} on rank{'s' * (len(on) > 1)} {first_few(on, n=8)}" for value, on in ranks.items()]
     more = f" ({first_few(others, n=8)})" if others else ""
-    return f"{first} is {first_few(found, ' and ', n=8)}; {1 + len(others)} of {len(names)} entries differ{more}"
+    return f"{first} is {first_few(by_value, ' and ', n=8)}; {1 + len(others)} of {len(names)} entries differ{more}"
 
 
 def _callback_in(name: str) -> str | None:

@@ -185,7 +185,8 @@ class RankStreamLoader(RankLoader):
         super().__init__(loader, None, dims, cut if made and split else None, rank_step)
         self.join, self.sharded = join, sharded
         self.split, self.alike = split, not sharded
-        self.usual_total = None if made and not sharded else size if split else size * ranks
+        if not made or sharded:
+            self.usual_total = size if split else size * ranks
         self._count = None if split or sharded else count
         self.parts = (ranks if sharded else 1, max(1, dl.num_workers))
         self._source = source_of(loader) if sharded and rank_step is not None else None
@@ -261,18 +262,18 @@ class RankStreamLoader(RankLoader):
         batches = islice(self._batches(), self._skip, None)
         ranks, mine = (1, 0) if self.sharded or self.split else (distributed.world_size(), distributed.rank())
         # All batches of a step are read before it: the model may make them, and the step changes the model.
-        for found in iter(lambda: list(islice(batches, ranks)), []):
+        for group in iter(lambda: list(islice(batches, ranks)), []):
             if self.loader.batch_sampler is None:
-                found = [Share(0, None, self._count and self._count(batch), batch) for batch in found]
-            elif self.source is not None and found[-1].total < self.loader.batch_size:
+                group = [Share(0, None, self._count and self._count(batch), batch) for batch in group]
+            elif self.source is not None and group[-1].total < self.loader.batch_size:
                 deque(batches, 0)  # the data have ended; reading on moves the generators to where they are at the end
-            totals = [piece.total for piece in found]
+            totals = [piece.total for piece in group]
             total = None if self.sharded or None in totals else sum(totals)
-            if mine >= len(found):
+            if mine >= len(group):
                 yield Share(0, 0, total)
             else:
-                batch = self._finish(found[mine].batch)
-                yield Share(0, found[mine].size, total, batch) if self.cut is None else self.cut(batch)
+                batch = self._finish(group[mine].batch)
+                yield Share(0, group[mine].size, total, batch) if self.cut is None else self.cut(batch)
 
     def _batches(self) -> Iterator:
         """Return the batches from the position on; where all ranks read them, with the same random numbers on each."""
@@ -289,9 +290,11 @@ class RankStreamLoader(RankLoader):
     @collective
     def _compare(self, first: Any) -> list[bool]:
         """Return for each rank if it has data, and warn if some ranks have the same."""
-        mine = None if first is None else digests(tensors_in(first)) if self.sharded else []
+        mine: list[int] | None = None
+        if first is not None:
+            mine = digests(tensors_in(first)) if self.sharded else []
         everyone = distributed.all_gather(mine)
-        alike = [rank for rank, found in enumerate(everyone) if found and everyone.count(found) > 1]
+        alike = [rank for rank, marks in enumerate(everyone) if marks and everyone.count(marks) > 1]
         if alike:
             distributed.warn_once(
                 f"sharded=True says that the {type(self.loader.dataset).__name__} gives each rank a part of its own, "
@@ -299,7 +302,7 @@ class RankStreamLoader(RankLoader):
                 "if it shares itself out only among the workers of a loader, leave sharded=True out"
                 " (errors.html#rank-loader)"
             )
-        return [found is not None for found in everyone]
+        return [marks is not None for marks in everyone]
 
     def _given(self, piece: Share, step: int) -> Any:
         self.share = piece._replace(place=step * distributed.world_size() + distributed.rank(), batch=None)
@@ -318,8 +321,8 @@ class RankStreamLoader(RankLoader):
             raise ValueError("the training loader gave no batches on any rank; its iterable dataset is empty")
         least = 1 if self.join else distributed.world_size()
         if least <= having < distributed.world_size():  # ranks without data need the shapes of a batch
-            found = distributed.all_gather(None if piece.batch is None else first_rows(piece.batch, self.dims, 1))
-            self.sample = next(b for b in (piece.batch, *found) if b is not None)
+            rows = distributed.all_gather(None if piece.batch is None else first_rows(piece.batch, self.dims, 1))
+            self.sample = next(b for b in (piece.batch, *rows) if b is not None)
         while having >= least:
             self._ended = piece.batch is None
             self.sample = self.sample if piece.batch is None else piece.batch

@@ -119,8 +119,8 @@ def buffer_marks(model: nn.Module, loss_func: Any) -> dict[str, int]:
 
 def rank_norms(model: nn.Module) -> dict[str, nn.Module]:
     """Return by name the BatchNorms of a model that see only the samples of their own rank."""
-    found = model.named_modules(remove_duplicate=False)
-    return {name: m for name, m in found if isinstance(m, BatchNorm) and not isinstance(m, nn.SyncBatchNorm)}
+    modules = model.named_modules(remove_duplicate=False)
+    return {name: m for name, m in modules if isinstance(m, BatchNorm) and not isinstance(m, nn.SyncBatchNorm)}
 
 
 @contextmanager

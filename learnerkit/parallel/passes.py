@@ -134,7 +134,10 @@ class Passes:
             grad = None if self.averaged.get(p) is p.grad else p.grad
             if grad is not None and not factor:
                 grad = p.grad = None  # it may be the gradient of an empty mean, NaN
-            kinds.append(_NONE if grad is None else _DENSE if grad.layout is torch.strided else _SPARSE)
+            if grad is None:
+                kinds.append(_NONE)
+            else:
+                kinds.append(_DENSE if grad.layout is torch.strided else _SPARSE)
         kinds = distributed.reduce(torch.tensor(kinds), "max", among).tolist()
         given = {p: kind for p, kind in zip(self.params, kinds, strict=True) if kind}
         scale_gradients(given, factor)

@@ -408,8 +408,8 @@ def _same(x: Any) -> Any:
 
 def _hooks_of(p: Tensor) -> tuple[list[Any], list[Any]] | None:
     """Return a parameter's gradient hooks and its post-accumulate hooks, or `None` if it has none."""
-    found = [[*(hooks or {}).values()] for hooks in gradient_hooks(p)]
-    return (found[0], found[1]) if any(found) else None
+    tables = [[*(hooks or {}).values()] for hooks in gradient_hooks(p)]
+    return (tables[0], tables[1]) if any(tables) else None
 
 
 def _is_divisible(p: Tensor) -> bool:
@@ -450,10 +450,10 @@ def _check(model: nn.Module, units: Mapping[str, nn.Module]) -> None:
     for _, p in model.named_parameters():
         if _is_divisible(p) and p.requires_grad:
             kinds.setdefault(inside.get(id(p), "(the rest)"), set()).add(p.dtype)
-    for unit, found in kinds.items():
-        if len(found) > 1:
+    for unit, types in kinds.items():
+        if len(types) > 1:
             raise ValueError(
-                f"the unit {unit} has trained parameters of {len(found)} types ({', '.join(map(str, found))}), "
+                f"the unit {unit} has trained parameters of {len(types)} types ({', '.join(map(str, types))}), "
                 "and one unit has one: name units of one type each by shard=[...], or give the model one type"
                 " (errors.html#sharded)"
             )

@@ -120,10 +120,10 @@ class Sharded:
 
     def _watched(self, output: Any) -> list[Tensor]:
         """Return the tensors of an output that require gradients, each with a hook that refuses an early pass."""
-        found = [t for t in tensors_in(output) if t.requires_grad]
-        for t in found:
+        tensors = [t for t in tensors_in(output) if t.requires_grad]
+        for t in tensors:
             t.register_hook(self._check_pass)
-        return found
+        return tensors
 
     def _note(self, module: nn.Module, *_: Any) -> None:
         watches = self.step.passes.watches
@@ -165,10 +165,10 @@ class Sharded:
                     " (errors.html#sharded)"
                 )
             return
-        found = self._watched(output)
+        tensors = self._watched(output)
         is_later = self.step.passes.is_open  # the learner's own passes have begun
         if module is not self.shards.model and not is_later and (self._looks or not self.step.learn.batch_size):
-            self._outputs += found
+            self._outputs += tensors
             self._calls.append(self.shards.names[module])
 
     def _check_pass(self, grad: Tensor) -> None:
@@ -289,14 +289,14 @@ class Sharded:
 
     def forget_calls(self) -> None:
         """Forget the calls and outputs of this batch's forward passes."""
-        for found in (self._outputs, self._calls, self._without_grad):
-            found.clear()
+        for calls in (self._outputs, self._calls, self._without_grad):
+            calls.clear()
 
     def _unused(self, loss: Tensor) -> list[str]:
         """Return the trainable parameters on which a loss does not depend, by a walk through its graph."""
-        found = {id(t) for t in leaves_of([loss])}
+        used = {id(t) for t in leaves_of([loss])}
         trained = {name: p for name, p in self._gathered.items() if p.requires_grad and name not in self._later}
-        return [name for name, p in trained.items() if id(p) not in found]
+        return [name for name, p in trained.items() if id(p) not in used]
 
     def with_all(self, loss: Tensor) -> Tensor:
         """Return a loss that depends on all parameters, with zero gradients if need be: ranks reduce the same ones."""
@@ -307,9 +307,9 @@ class Sharded:
     def _share_use(self) -> None:
         """Remove gradients that no rank has in this step; every rank must reach this. A host-device sync."""
         params, taken = self.step.params, self._used | self._before
-        found = [name in taken for name in params]
+        flags = [name in taken for name in params]
         calls = crc32("\n".join(self._calls).encode()) & 0x7FFFFFFF
-        mine = torch.tensor([*found, calls, -calls], dtype=torch.int32)
+        mine = torch.tensor([*flags, calls, -calls], dtype=torch.int32)
         *used, most, least = distributed.reduce(mine, "max", among="gradients").tolist()
         if most != -least:
             self._check_calls()

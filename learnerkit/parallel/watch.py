@@ -129,13 +129,13 @@ class Watch:
 
         Return `None` if the store does not answer soon: the process that hosts it, often rank 0's, may be stopped.
         """
-        found: list[Any] = []
-        thread = threading.Thread(target=lambda: found.append(work(*args)), daemon=True)
+        results: list[Any] = []
+        thread = threading.Thread(target=lambda: results.append(work(*args)), daemon=True)
         thread.start()
         for _ in range(round(6 * ANSWER_SECONDS)):  # a little longer than the function itself waits
             thread.join(0.2)
-            if found:
-                return found[0]
+            if results:
+                return results[0]
             self.heartbeat.live(waits=True)
         return None
 
@@ -266,12 +266,12 @@ class Watch:
 
     def _diagnose(self) -> None:
         """Report which ranks wait and which have not come, and end the run."""
-        found = self._survey()
-        states = [known["state"] for known in found]
+        reports = self._survey()
+        states = [known["state"] for known in reports]
         late = [rank for rank, state in enumerate(states) if state != "waits"]
-        failure = self._standstill(found, late)
+        failure = self._standstill(reports, late)
         if self.rank == states.index("waits"):  # one rank prints for all
-            print(self._describe(found, late), file=sys.stderr, flush=True)
+            print(self._describe(reports, late), file=sys.stderr, flush=True)
             self._aside(self.tell, "failed", vars(failure))
         else:
             self.first_failure(2 * ANSWER_SECONDS)
@@ -285,40 +285,41 @@ class Watch:
         answers = self._aside(self._ask) or {}
         answers[self.rank] = self.report() | {"waits": True}
         unknown = vars(Ending(event="an unknown event")) | {"since": math.nan, "alive": math.inf, "stack": ""}
-        found = []
+        reports = []
         for rank in range(self.ranks):
             seen = self.heartbeats[rank].read() if rank in self.heartbeats else {}
             known = unknown | seen | answers.get(rank, {})
-            state = "silent" if known["alive"] > ANSWER_SECONDS else "waits" if known["waits"] else "slow"
-            found.append(known | {"state": state})
-        return found
+            state = "waits" if known["waits"] else "slow"
+            state = "silent" if known["alive"] > ANSWER_SECONDS else state
+            reports.append(known | {"state": state})
+        return reports
 
-    def _standstill(self, found: list[dict], late: list[int]) -> Ending:
+    def _standstill(self, reports: list[dict], late: list[int]) -> Ending:
         """Return the failure for the ranks' errors; `late`: the ranks that have not come to where the others wait."""
         culprit = late[0] if late else self.rank
         if late:
-            state = found[culprit]["state"]
+            state = reports[culprit]["state"]
             cause = f"it is {state}, and rank {self.rank} has waited for it for {self.timeout:.0f} s"
         else:
-            places = ", ".join(f"rank {rank} in {where(known)}" for rank, known in enumerate(found))
+            places = ", ".join(f"rank {rank} in {where(known)}" for rank, known in enumerate(reports))
             cause = f"all ranks wait, in different calls ({places})"
-        return Ending.of(found[culprit] | {"rank": culprit, "cause": cause, "standstill": True})
+        return Ending.of(reports[culprit] | {"rank": culprit, "cause": cause, "standstill": True})
 
-    def _describe(self, found: list[dict], late: list[int]) -> str:
+    def _describe(self, reports: list[dict], late: list[int]) -> str:
         lines = [f"learnerkit: no rank has moved on for {self.timeout:.0f} s (errors.html#hang-report)"]
         states = {
             "silent": "does not answer: stopped, killed, or held up outside Python",
             "slow": "runs, but has not come to where the others wait",
             "waits": "waits for the others",
         }
-        for rank, known in enumerate(found):
+        for rank, known in enumerate(reports):
             since = f"{known['since']:.0f} s since {where(known)}"
             lines.append(f"  rank {rank} {known['state']:<6}  {since}; {states[known['state']]}")
         names = ", ".join(f"rank {rank}" for rank in late)
         lines.append(f"not arrived: {names or 'none; the ranks wait in different calls'}")
         for rank in sorted(range(self.ranks), key=lambda rank: rank not in late):
-            if found[rank]["state"] != "silent":
-                lines.append(f"rank {rank}'s stack:\n{found[rank]['stack'].rstrip()}")
+            if reports[rank]["state"] != "silent":
+                lines.append(f"rank {rank}'s stack:\n{reports[rank]['stack'].rstrip()}")
         return "\n".join(lines)
 
 

@@ -59,9 +59,9 @@ def run_in_forks(jobs: Sequence[Callable[[Path], dict]], end: float) -> list[Any
 
 def cause(error: str) -> str:
     """Return the line of a job's traceback that names the error; notes may follow it."""
-    _, found, frames = error.rstrip().rpartition("Traceback (most recent call last):\n")
+    _, header, frames = error.rstrip().rpartition("Traceback (most recent call last):\n")
     lines = [line for line in frames.splitlines() if not line.startswith(" ")]
-    return lines[0 if found else -1]
+    return lines[0 if header else -1]
 
 
 def _kill(process: BaseProcess) -> None:
@@ -77,8 +77,8 @@ LATE = ExceptionReport(math.inf, ending=Ending(follows=True))
 def _read_result(folder: Path, number: int, process: BaseProcess, late: bool) -> Any:
     file, log = folder / f"{number}.pt", folder / f"{number}.log"
     if file.exists():
-        found = torch.load(file, weights_only=True)
-        return ExceptionReport.from_json(found) if isinstance(found, str) else found
+        result = torch.load(file, weights_only=True)
+        return ExceptionReport.from_json(result) if isinstance(result, str) else result
     said = log.read_text(errors="replace").splitlines()[-20:] if log.exists() else []
     how = "it had not finished when time was up" if late else f"it ended with code {process.exitcode}"
     # A process that ends without an exception makes the others fail, so its report comes first.
@@ -97,13 +97,13 @@ def _child(job: Callable[[Path], dict], folder: Path, number: int) -> NoReturn:
         if len(str(folder)) <= 70:  # it holds sockets of loader workers, whose paths may have 103 characters
             tempfile.tempdir = str(folder)  # files that a killed process leaves there are removed with it
         try:
-            found: dict | str = job(folder)
+            result: dict | str = job(folder)
         except BaseException as e:
-            found = ExceptionReport(time.monotonic(), traceback=user_traceback(e), ending=ending_of(e)).to_json()
-        save_whole(found, folder / f"{number}.pt")
+            result = ExceptionReport(time.monotonic(), traceback=user_traceback(e), ending=ending_of(e)).to_json()
+        save_whole(result, folder / f"{number}.pt")
         for worker in multiprocessing.active_children():
             worker.terminate()
-        os._exit(isinstance(found, str))
+        os._exit(isinstance(result, str))
 
 
 def _end_with_parent() -> None:
