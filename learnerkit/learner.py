@@ -306,7 +306,7 @@ class Learner(RunState):
         self._loss_weighting = LossWeight(loss_func, loss_weight)  # checks its arguments before a fit
         self._device, self._loss_without_targets = torch.device("cpu"), False  # both are set for each run
         self.opt, self.logger, self.cbs = None, TableLogger(self), []
-        self._parting: list[Callback] = []
+        self._removed_cbs: list[Callback] = []
         self._scaler_state = {}
         self._said_step = ""  # the last printed line about the batches of a step, to print it once
         self._number = next(_made)
@@ -1289,7 +1289,7 @@ class Learner(RunState):
                 delattr(self, gone.name)
                 for other in (c for c in self.cbs if c.name == gone.name):
                     setattr(self, other.name, other)
-            self._parting.append(gone)
+            self._removed_cbs.append(gone)
         if self._dispatch is None:
             self._part()
         else:
@@ -1310,10 +1310,10 @@ class Learner(RunState):
 
     def _part(self) -> None:
         # This waits for the end of a run: a callback that is removed in one may still owe a cleanup.
-        for cb in self._parting:
+        for cb in self._removed_cbs:
             if cb not in self.cbs and cb.learn is self:
                 cb.learn = Callback.learn
-        self._parting.clear()
+        self._removed_cbs.clear()
 
     def _take_callbacks(self) -> None:
         """Let callbacks that are shared with other learners belong to this one for the length of its run."""

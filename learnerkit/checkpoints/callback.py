@@ -361,7 +361,7 @@ class CheckpointCallback(StepCounter):
         """Serve the rest of a request, once the run is saved."""
         if not asked:
             return
-        self._request.done()
+        self._request.clear()
         if asked > SAVE:
             self._storage.wait()
             raise Stopped if asked == END else mark(KeyboardInterrupt(), agreed=True)

@@ -67,7 +67,7 @@ class Request:
         """Request something, unless a stronger request is pending."""
         self.mine = max(self.mine, what)
 
-    def done(self) -> None:
+    def clear(self) -> None:
         """Forget the request; it has been served."""
         self.mine = self.agreed = 0
 
