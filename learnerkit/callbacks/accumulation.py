@@ -128,7 +128,7 @@ class GradientAccumulation(Callback):
             raise CancelBatchException
 
     def after_cancel_batch(self) -> None:
-        if self._mean is None:  # with several ranks their Agreement does all this
+        if self._mean is None:  # On several ranks their Agreement does all this.
             return
         if not self._counted:  # a callback before this one cancelled the batch, which is still one of its step
             self.begin()

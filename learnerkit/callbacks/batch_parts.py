@@ -77,7 +77,7 @@ class Batches:
         self._shown: Any = None  # the loss that the learner has got
         self._ways: list[tuple[Tensor, _Way]] = []  # predictions, with how they are joined
         self._linked: list[Tensor] = []  # the parameters on which the loop's loss depends
-        self._linked_by_outputs: list[Tensor] = []  # and its predictions
+        self._linked_by_outputs: list[Tensor] = []  # the parameters on which its predictions depend
         self._xb: Any = None  # the batch's inputs and targets, and their versions
         self._yb: Any = None
         self._versions_of_inputs = self._versions_of_targets = list[tuple[int, int]]()
@@ -336,7 +336,7 @@ class Batches:
         mean, losses, seen = GradientMean(loss_sums(learn)), list[tuple[Any, Any]](), list[tuple[Any, Any]]()
         reached = set[Tensor]()  # A callback may make a loss of the predictions.
         keeps = len(self.cut) == 1 or not learn.training or self.cb.keeps_predictions()
-        with self._passes() as found:
+        with self._passes() as gradients:
             for part in self.cut:
                 part.streams = seeds.seed_states(), seeds.device_states(learn.dls.device)
                 self._enter(part)
@@ -351,11 +351,11 @@ class Batches:
                     reached |= leaves_of(tensors_in((learn.pred, learn.output))) & {*rest} if rest else set()
         factor = mean.correction()
         if isinstance(factor, Tensor) or factor != 1:
-            scale_each(found.values(), factor)
+            scale_each(gradients.values(), factor)
         shares = _shares([count for _, count in losses], mean.sums)
         values = [in_float32(loss) for loss, _ in losses if loss is not None]
-        beside = [p for p in self._trained() if p in reached and p not in found]
-        self._found = _Found(_weighed(values, shares) if values else None, found, beside, shares, seen)
+        beside = [p for p in self._trained() if p in reached and p not in gradients]
+        self._found = _Found(_weighed(values, shares) if values else None, gradients, beside, shares, seen)
 
     def _count(self) -> Any:
         return host_count(self.learn.loss_count)
@@ -377,17 +377,17 @@ class Batches:
 
     def _put_on(self) -> None:
         """Set the learner's predictions for the whole batch; in training they have a graph."""
-        learn, found, last = self.learn, self._found, self._shown
+        learn, results, last = self.learn, self._found, self._shown
         dim = learn.dls.dims_of(learn.xb, learn.yb)[2]
-        counts = [get_field(found.outputs[0][1], name) for name in weighting_of(learn).entries]
-        whole, ways = _joined(found.outputs, self.cut, found.shares, dim, counts)
-        self._shown, found.outputs = found.total, []
+        counts = [get_field(results.outputs[0][1], name) for name in weighting_of(learn).entries]
+        whole, ways = _joined(results.outputs, self.cut, results.shares, dim, counts)
+        self._shown, results.outputs = results.total, []
         if self._is_computed:  # other ranks need more parts; the events have taken place
-            learn.loss = found.total if learn.loss is last else learn.loss
+            learn.loss = results.total if learn.loss is last else learn.loss
             by_place = {way.place: way for _, way in ways}
             self._ways = [(t, by_place.get(way.place, way)) for t, way in self._ways]
             return
-        self._is_computed, self._ways, self._root = True, ways, found.total
+        self._is_computed, self._ways, self._root = True, ways, results.total
         outputs = [t for t, _ in ways]
         if learn.training:
             self._root, linked = self._linked_to(outputs)
@@ -398,11 +398,11 @@ class Batches:
             learn.output = learn.pred
         self._given = _versions(learn.pred)
         if len(self.cut) > 1:
-            self.cb.check_loss(self._own["_loss"], found.total)
+            self.cb.check_loss(self._own["_loss"], results.total)
 
     def _linked_to(self, outputs: list[Tensor]) -> tuple[Any, Sequence[Tensor]]:
         """Return the loss, and these outputs, as functions of the parameters."""
-        root, found, total = self._found.total, outputs, self._found.total
+        root, linked_outputs, total = self._found.total, outputs, self._found.total
         inputs = {leaf: t for t, leaf in self._leaves.items()}
         self._linked = list(self._found.gradients)
         linked = [inputs.get(p, p) for p in self._linked]
@@ -411,28 +411,28 @@ class Batches:
         self._linked_by_outputs = [*self._linked, *self._found.reached]
         if outputs and self._linked_by_outputs:
             linked += [inputs.get(p, p) for p in self._found.reached]
-            found = _OfParts.apply(self.of_outputs, len(outputs), *outputs, *linked)
-        return root, found
+            linked_outputs = _OfParts.apply(self.of_outputs, len(outputs), *outputs, *linked)
+        return root, linked_outputs
 
     def of_loss(self, factor: Tensor | None) -> list[Tensor | None]:
-        """Return, once, the gradient of each linked parameter times `factor`, the gradient of the batch's loss."""
+        """Return, once for each batch, the linked parameters' gradients times `factor`, that of the batch's loss."""
         if not self._found.gradients:
             raise RuntimeError(
                 "the gradients of a batch that SplitBatch has taken in parts were given already: call backward once for"
                 " a batch, or leave SplitBatch out"
                 " (errors.html#split-batch)"
             )
-        found, self._found.gradients = self._found.gradients, {}
+        gradients, self._found.gradients = self._found.gradients, {}
         if factor is None:
             return [None] * len(self._linked)
         if not (factor.is_cpu and factor == self._scale):  # A factor on a device is not read.
-            scale_each(found.values(), factor / self._scale)
-        return [found.get(p) for p in self._linked]
+            scale_each(gradients.values(), factor / self._scale)
+        return [gradients.get(p) for p in self._linked]
 
     def of_outputs(self, *grads: Tensor | None) -> list[Tensor | None]:
         """Return the gradients of linked parameters for these gradients of the predictions, which callbacks may use."""
-        found = self._again(grads) if any(grad is not None for grad in grads) else {}
-        return [found.get(p) for p in self._linked_by_outputs]
+        gradients = self._again(grads) if any(grad is not None for grad in grads) else {}
+        return [gradients.get(p) for p in self._linked_by_outputs]
 
     @torch.enable_grad()
     def _again(self, of_outputs: Sequence[Tensor | None]) -> dict[Tensor, Tensor]:
@@ -441,7 +441,7 @@ class Batches:
         enabled, dtype = self._autocast
         self._note(everything=True)
         in_ddp = hasattr(learn._gradient, "ddp")  # DDP's own backward pass is running, with hooks on the leaves.
-        with self._passes() as found:
+        with self._passes() as gradients:
             for i, part in enumerate(self.cut):
                 part.draw_again(learn.dls.device)
                 with torch.autocast(kind, dtype, enabled=enabled):
@@ -457,7 +457,7 @@ class Batches:
                 else:
                     torch.autograd.backward(list(given), list(given.values()))
         self._put_back()
-        return found
+        return gradients
 
 
 @dataclass
@@ -623,8 +623,8 @@ def _joined(
 
 def _listed(outputs: Sequence[Any], parts: list[Part]) -> list[Any] | None:
     """Join lists that have an entry for each sample; `None`: the outputs are no such lists."""
-    found = [with_rows(output, part.rows) for output, part in zip(outputs, parts, strict=True)]
-    return list(chain(*found)) if len(parts) > 1 and all(isinstance(x, Rows) for x in found) else None
+    lists = [with_rows(output, part.rows) for output, part in zip(outputs, parts, strict=True)]
+    return list(chain(*lists)) if len(parts) > 1 and all(isinstance(x, Rows) for x in lists) else None
 
 
 def _dim_of_rows(column: Sequence[Tensor], parts: list[Part], dim: Any, several: bool) -> int | None:
@@ -643,7 +643,7 @@ def _largest(learn: "Learner", n: int = 3) -> str:
     """Name the largest tensors that are alive."""
     names = {id(p): name for name, p in unwrap(learn.model).named_parameters()}
     names |= {id(p.grad): f"the gradient of {name}" for name, p in learn.model.named_parameters() if p.grad is not None}
-    plain = [x for x in gc.get_objects() if type(x) in (Tensor, nn.Parameter)]  # others may have no memory of their own
+    plain = [x for x in gc.get_objects() if type(x) in (Tensor, nn.Parameter)]  # Subclasses may have no memory.
     alive = [t for t in plain if t.layout is torch.strided]
     places = {t.untyped_storage().data_ptr(): t for t in sorted(alive, key=lambda t: id(t) in names)}
     first = sorted(places.values(), key=lambda t: -t.untyped_storage().nbytes())[:n]

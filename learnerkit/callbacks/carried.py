@@ -25,7 +25,7 @@ class CarriedState(Callback):
     Training resets the state in each epoch; validation and prediction have a separate state, which starts fresh.
     Checkpoints have the state: a run goes on with it in the middle of an epoch. Several processes need
     `split_batches=True`, by which each of them has the same rows of every batch, or `sharded=True`, by which each has
-    batches of its own. If a run is resumed on another number of processes, the rows are redistributed.
+    separate batches. If a run is resumed on another number of processes, the rows are redistributed.
 
     The method is described by Williams and Peng 1990 (https://doi.org/10.1162/neco.1990.2.4.490).
 
@@ -133,7 +133,7 @@ class CarriedState(Callback):
     # A batch
 
     def _give(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        # A callback may call the model by itself, and give it a state of its own.
+        # A callback may call the model itself, with another state.
         self._gave = "state" not in kwargs and (not args or len(args) == len(self.learn.xb))
         if not self._gave:
             return None

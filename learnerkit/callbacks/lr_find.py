@@ -77,7 +77,7 @@ class LRFinder(StepBudget):
 
     def before_train(self) -> None:
         super().before_train()
-        self._sums = torch.zeros(2, dtype=torch.float64)  # of losses and of counts, over the step's batches
+        self._sums = torch.zeros(2, dtype=torch.float64)  # the sums of losses and of counts over the step's batches
 
     def before_batch(self) -> None:
         self._rate = self._sched(self.learn.pct_train)
@@ -180,7 +180,7 @@ def valley(lrs: Values, losses: Values, num_it: int) -> float:
     It is the rate in the middle of the valley's middle third, as in fastai, which took it from arcgis.learn.
     """
     losses = np.asarray(losses)
-    lengths = np.ones(len(losses), dtype=int)  # of the longest decreasing subsequence that ends here
+    lengths = np.ones(len(losses), dtype=int)  # lengths of the longest decreasing subsequences by their ends
     for i in range(1, len(losses)):
         higher = lengths[:i][losses[:i] > losses[i]]
         lengths[i] = 1 + higher.max(initial=0)

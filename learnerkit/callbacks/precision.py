@@ -47,7 +47,7 @@ class MixedPrecision(Callback):
     """Computes predictions in half precision where that is safe; weights, losses and metrics stay in float32.
 
     The forward pass and the loss run under `torch.autocast`, in training, validation and prediction; `learn.pred` is
-    float32 from `after_pred` on. If a model returns `logits` with a loss of its own, these stay in half precision in
+    float32 from `after_pred` on. If a model returns `logits` with its own loss, these stay in half precision in
     training, because a float32 copy of a language model's takes gigabytes; metrics get float32. With 'fp16' the loss is
     scaled in `before_backward`, so that small gradients do not vanish (Micikevicius et al.,
     https://arxiv.org/abs/1710.03740). Gradients are unscaled before the step; if they overflow, the step is skipped by

@@ -30,7 +30,7 @@ class GatherPredictions(Callback):
 
     order = 50
     run_train = False
-    name = "gather_preds"  # as in fastai: other loggers and trackers look for it, and do nothing in `get_preds`
+    name = "gather_preds"  # fastai's name: other loggers and trackers look for it, and do nothing in `get_preds`
 
     def __init__(
         self, with_input: bool, with_loss: bool, with_decoded: bool, act: Callable[[Tensor], Tensor] | None, on: str

@@ -25,7 +25,7 @@ class ActivationCheckpointing(Callback):
     dropped. The model keeps its modules and their names; afterwards it is as it was. `learn.check()` says how much is
     kept, and how much time it takes.
 
-    A unit that draws random numbers from anywhere but torch, or appends to a list of its own, does so a second time,
+    A unit that draws random numbers from anywhere but torch, or appends to one of its lists, does so a second time,
     and hooks on modules inside a unit are called again. torch refuses a unit that changes its inputs in place, or that
     computes something else the second time, as one of transformers does that has filled a cache (set
     `model.config.use_cache = False`).

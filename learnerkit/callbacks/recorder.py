@@ -35,7 +35,7 @@ class LossMeter:
     """The losses of batches and their counts; nothing waits for the device until they are read.
 
     Args:
-        parts: the names of the losses that have a count of their own.
+        parts: the names of the losses that have a separate count.
     """
 
     def __init__(self, parts: Iterable[str] = ()) -> None:
@@ -410,7 +410,7 @@ class Recorder(Callback):
         if self._in_epoch:
             self._smooth.extend(self._train.loss.losses.poll())
             is_fine = not self._smooth.values or math.isfinite(self._smooth.values[-1])
-            if not (is_fine or self._told or self._train.sharded):  # on several ranks all losses are known later
+            if not (is_fine or self._told or self._train.sharded):  # Several ranks share their losses later.
                 self._tell_not_finite(self._train.loss.on_host())
         return self._smooth.values
 

@@ -63,7 +63,7 @@ class SplitBatch(Callback):
         self._fits = 0  # the largest size of a training batch that is known to fit as it is
         self._evaluated = (1, 0)  # the same two numbers for evaluation
         self._open: list[Batches] = []  # a callback may evaluate in the middle of a training
-        self._batches = 0  # of the current training, equal on all ranks
+        self._batches = 0  # batches of the current training, equal on all ranks
         self._said = 0  # the number of parts that was printed last
         self._checked = False  # whether the loss of a whole batch was equal to that of its parts
 

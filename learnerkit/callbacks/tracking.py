@@ -417,7 +417,7 @@ class TerminateOnNaNCallback(Callback):
     order = -9
     run_valid = False
     only_fit = True
-    tells_not_finite = True  # so the recorder does not
+    tells_not_finite = True  # Then the recorder does not say it.
 
     def __init__(self) -> None:
         super().__init__()

@@ -113,13 +113,13 @@ def _speaks_for_itself(error: Exception) -> bool:
 
 def _innermost(frames: list[FrameType], model: nn.Module) -> tuple[str, Any, tuple]:
     """Return the innermost module of a model that was running: its name, the module, and its inputs."""
-    names, found = {id(module): name for name, module in model.named_modules()}, None
+    names, innermost = {id(module): name for name, module in model.named_modules()}, None
     for frame in reversed(frames):
         own = frame.f_locals
         module = own.get("self")
-        if id(module) not in names or (found is not None and module is not found):
+        if id(module) not in names or (innermost is not None and module is not innermost):
             continue
-        found = module
+        innermost = module
         if isinstance(own.get("args"), tuple) and isinstance(own.get("kwargs"), dict):  # where torch calls it
             return names[id(module)], module, (*own["args"], *own["kwargs"].values())
-    return names.get(id(found), ""), found, ()
+    return names.get(id(innermost), ""), innermost, ()

@@ -25,10 +25,10 @@ _FASTAIS = ("set_hyper", "set_hypers", "hypers", "set_freeze")  # methods that o
 _BY_CLASS = ("cross_entropy", "nll_loss")  # losses whose targets are the numbers of classes
 _ALONE = "Expected more than 1 value per channel"  # the beginning of torch's message
 _REST = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
-_OF_A_TYPE = "dtype|Input type|scalar type|Double|Byte"  # in errors about types
+_OF_A_TYPE = "dtype|Input type|scalar type|Double|Byte"  # words of errors about types
 _OF_A_LIST = r"not (list|tuple)|'(list|tuple)' object"
 _OF_A_DEVICE = "(same|expected) device"
-_NO_SAMPLE = r"found <class '([\w.]+)'>|(NoneType)"  # in errors of torch's default_collate
+_NO_SAMPLE = r"found <class '([\w.]+)'>|(NoneType)"  # words of torch's default_collate
 
 
 def of_run(learn: "Learner", error: Exception, text: str) -> str:
@@ -229,10 +229,10 @@ def _of_classes(scores: Tensor, target: Tensor, text: str) -> str:
         return f"the targets are {_name(target)} {shape}: make them the numbers of classes, y.argmax(1), or y.float()"
     if target.ndim != scores.ndim and re.search(_OF_A_TYPE, text):
         return f"the targets are {_name(target)}, and numbers of classes are int64: y.long() in the dataset"
-    found = _range(target) if "of bounds" in text else None
-    if found is None:
+    ends = _range(target) if "of bounds" in text else None
+    if ends is None:
         return ""
-    n, (low, high) = scores.shape[1 if scores.ndim > 1 else 0], found
+    n, (low, high) = scores.shape[1 if scores.ndim > 1 else 0], ends
     has = f"the targets go from {low} to {high}, and the model has {n} outputs, for classes 0 to {n - 1}"
     if low == 1 and high == n:
         return f"{has}: subtract 1 from the targets"
@@ -271,15 +271,15 @@ def of_samples(samples: dict[Any, Any], text: str) -> str:
         other = next((kind for kind in kinds if kind[1] != kinds[0][1]), None)
         which = f"sample {kinds[0][0]} is {kinds[0][1]}, sample {other[0]} {other[1]}" if other else "samples differ"
         return f"{which}; a batch takes one shape: pad, cut or resize them in the dataset, or pad in a collate_fn"
-    found = re.search(_NO_SAMPLE, text)
-    if found is None:
+    match = re.search(_NO_SAMPLE, text)
+    if match is None:
         return ""
-    name = (found[1] or found[2]).rpartition(".")[2]
+    name = (match[1] or match[2]).rpartition(".")[2]
     number = next((number for number, sample in samples.items() if _has(sample, name)), None)
     which = "a sample" if number is None else f"sample {number}"
     if name == "NoneType":
         return f"{which} is None or has None in it: has __getitem__ a `return` in every case?"
-    if "PIL" in found[0]:
+    if "PIL" in match[0]:
         return f"{which} is a PIL image: make tensors of them in the dataset (torchvision's ToTensor), or use ImageData"
     return (
         f"{which} has something of the type {name} in it: let the dataset yield tensors, arrays and numbers, or give "

@@ -92,8 +92,8 @@ def model_card(learn: "Learner", repo_id: str, file: str) -> str:
     recorder: Any = getattr(learn, "recorder", None)
     rows = {} if learn.dls.classes is None else {"classes": first_few(learn.dls.classes, n=100)}
     if recorder is not None:
-        found = zip(recorder.metric_names[1:], recorder.final_record, strict=False)
-        rows |= {name: f"{value:.6g}" for name, value in found}
+        metrics = zip(recorder.metric_names[1:], recorder.final_record, strict=False)
+        rows |= {name: f"{value:.6g}" for name, value in metrics}
     data = [type(learn.dls.data).__name__] if hasattr(learn.dls, "data") else []
     options = [f", {name}" for name in (["make_model"] if file.endswith(SAFETENSORS) else [])]
     options += [f", fname={file!r}", *(f", data={name}" for name in data)]

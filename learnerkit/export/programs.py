@@ -213,7 +213,7 @@ _SAMPLES, _PROGRAM = "data/sample_inputs/model.pt", "models/model.json"
 _CONFIGS = ("data/weights/model_weights_config.json", "data/constants/model_constants_config.json")
 
 _NAME = re.compile(r"[\w.]*")
-_WORDS = re.compile(r"[\w ,.:+>\[\]-]*")  # what operations take: 'mean', 'bilinear', 'ij,jk->ik', and a device
+_WORDS = re.compile(r"[\w ,.:+>\[\]-]*")  # arguments of operations: 'mean', 'bilinear', 'ij,jk->ik', a device
 _OPERATORS = (
     "eq", "ne", "le", "ge", "lt", "gt", "neg", "pos", "mul", "add", "sub", "floordiv", "mod", "pow", "truediv", "and_",
     "or_", "getitem",

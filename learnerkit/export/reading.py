@@ -72,8 +72,8 @@ def load(
         )
     distributed.follow_rank0("load_learner")
     if not file.is_file():
-        found = (p.name for p in file.parent.iterdir() if p.suffix in SUFFIXES) if file.parent.is_dir() else ()
-        name, there = printable(str(file), 1000), first_few(sorted(found), n=20)
+        exported = (p.name for p in file.parent.iterdir() if p.suffix in SUFFIXES) if file.parent.is_dir() else ()
+        name, there = printable(str(file), 1000), first_few(sorted(exported), n=20)
         raise FileNotFoundError(f"there is no file {name}; exported there: {there or 'nothing'}")
     own = DataLoaders(NoData(), NoData(), device=device) if dls is None else dls
     if file.suffix == PROGRAM:

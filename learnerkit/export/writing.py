@@ -86,15 +86,15 @@ def export(learn: "Learner", fname: Any) -> Path:
 
 def _warn_of_callbacks(learn: "Learner") -> None:
     """Warn of callbacks that may change what the model gets or returns in prediction: they are in no file."""
-    found = [
+    names = [
         repr(cb)
         for cb in learn.cbs
         if cb.run_valid and not cb.only_fit and (cb._owns("before_batch") or cb._owns("after_pred"))
         if not isinstance(cb, MixedPrecision | ChannelsLast)  # these change no more than the rounding
     ]
-    if found:
+    if names:
         warn(
-            f"{', '.join(found)} may change batches or predictions, and only the model is exported: whoever loads it "
+            f"{', '.join(names)} may change batches or predictions, and only the model is exported: whoever loads it "
             "needs them too (load_learner(...).add_cbs(...)), or must do the same by other means"
             " (errors.html#export)"
         )
@@ -122,14 +122,14 @@ def _write_traced(learn: "Learner", path: Path) -> None:
         def check(what: str, call: Callable[..., Any]) -> None:
             for (some, named), pred in cases:
                 try:
-                    found = call(*some, **named)
+                    result = call(*some, **named)
                 except Exception as e:
                     raise CheckpointError(
                         f"{what} fails on a batch of {rows_of((some, named))} where the model does not "
                         f"({type(e).__name__}: {str(e)[:300]}), so no file was written; the weights can always be "
                         f"exported: learn.export({safe_name!r})"
                     ) from e
-                programs.compare(found, pred, what, safe_name)
+                programs.compare(result, pred, what, safe_name)
 
         if path.suffix == PROGRAM:
             programs.write(program, facts, path, lambda read: check("the exported program", read))
@@ -199,16 +199,16 @@ def _write_onnx(
     """Write ONNX with torch's exporter, and run it on the example if onnxruntime is there."""
     try:
         with warnings.catch_warnings(action="ignore"):
-            found: Any = torch.onnx.export(
+            exported: Any = torch.onnx.export(
                 program, dynamo=True, verbose=False, output_names=outputs, dynamic_shapes=axes
             )
-        found.model.metadata_props[KEY] = facts.as_json()
+        exported.model.metadata_props[KEY] = facts.as_json()
     except Exception as e:
         raise CheckpointError(
             f"torch's exporter to ONNX cannot take {facts.model}: {str(e).strip().splitlines()[0]}"
         ) from e
     with replacing(path) as temporary:
-        found.save(str(temporary), external_data=False)  # one file, also of more than a gigabyte
+        exported.save(str(temporary), external_data=False)  # one file, also of more than a gigabyte
         files.sync(temporary)
         if find_spec("onnxruntime") is not None:
             check("the ONNX file under onnxruntime", _Runtime(temporary))

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 class ImageAugmentation:
     """Shows each image of a batch in a random crop, mirrored or not, and if wanted rotated or in another light.
 
-    Every image has random numbers of its own, and a batch takes a few operations on the device. The transforms of
+    Every image gets different random numbers, and a batch takes a few operations on the device. The transforms of
     `torchvision.transforms.v2` draw once for all that they get: on a batch `RandomResizedCrop`, `RandomHorizontalFlip`,
     `RandomRotation`, `ColorJitter`, `RandAugment` and the like do the same to each of its images, which teaches less.
     `lambda x: torch.stack([transform(image) for image in x])` draws for each of them, and takes longer.
@@ -64,11 +64,11 @@ class ImageAugmentation:
         # A processor is quicker with few at a time.
         some = max(1, _IN_CACHE // max(1, images[:1].numel())) if images.device.type == "cpu" else max(1, len(images))
         parts = [self._changed(part) for part in images.split(some)]
-        found = torch.cat([part for part, _, _ in parts])
+        augmented = torch.cat([part for part, _, _ in parts])
         if targets is None:
-            return found
+            return augmented
         grid, forth = (torch.cat([part[i] for part in parts]) for i in (1, 2))
-        return found, _moved(targets, grid, forth, found.shape[-2:])
+        return augmented, _moved(targets, grid, forth, augmented.shape[-2:])
 
     def _changed(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return augmented images, the places of their pixels in the originals, and the affine maps (n, 2, 3) to these.

@@ -74,8 +74,8 @@ class ImageData:
         method: str = "crop",
     ) -> None:
         self.reader = ImageReader(size, channels, method)  # type: ignore[arg-type]  # which makes two of one number
-        found = getattr(train_ds, "classes", None) if classes is None else classes
-        self.classes = None if found is None else list(map(str, found))
+        names = getattr(train_ds, "classes", None) if classes is None else classes
+        self.classes = None if names is None else list(map(str, names))
         self.targets, of_targets = targets, TargetReader(targets, self.classes)
         self.train_ds, self.valid_ds = (
             None if ds is None else ReadImages(ds, self.reader, of_targets) for ds in (train_ds, valid_ds)
@@ -117,17 +117,17 @@ class ImageData:
         else:
             _check_undivided(path, train)
             folders = [path]
-        found = [(folder, _pictures_in(folder)) for folder in folders]
+        pictures = [(folder, _pictures_in(folder)) for folder in folders]
         if skip_damaged:
-            found = [(folder, _readable(paths)) for folder, paths in found]
-        stray = [p for folder, paths in found for p in paths if os.path.dirname(p) == str(folder)]
+            pictures = [(folder, _readable(paths)) for folder, paths in pictures]
+        stray = [p for folder, paths in pictures for p in paths if os.path.dirname(p) == str(folder)]
         if label is None and stray:
             raise ValueError(
                 f"{len(stray):,} pictures lie in no folder of a class, such as {stray[0]}; put them into one, or say "
                 "label=, a function of the path"
             )
         label = label or _folder_name
-        parts = [(paths, [label(Path(p)) for p in paths]) for _, paths in found]
+        parts = [(paths, [label(Path(p)) for p in paths]) for _, paths in pictures]
         if isinstance(valid, str):
             return cls._of_parts(parts, **reading)
         return cls.from_items(*parts[0], valid, seed=seed, **reading)
@@ -215,7 +215,7 @@ class ImageData:
             ValueError: lists of other lengths, a single class, another `valid`, or labels that are no such targets.
             FileNotFoundError: masks whose files are not there.
         """
-        items, labels = list(items), list(labels)  # a column of a frame has indices of its own
+        items, labels = list(items), list(labels)  # A column of a frame has other indices.
         if len(items) != len(labels):
             raise ValueError(f"got {len(items):,} pictures and {len(labels):,} labels; each picture has one")
         parts = [(items, labels)]
@@ -329,7 +329,7 @@ class ImageData:
 
     @classmethod
     def from_json(cls, text: str) -> "ImageData":
-        """Read what `to_json` wrote: the same but for the pictures."""
+        """Read what `to_json` wrote: the same data without the pictures."""
         return cls(**json.loads(text))
 
 
@@ -371,7 +371,7 @@ class ImageDataLoaders(DataLoaders):
                 f"got a {type(items).__name__}; test_dl takes a list of pictures, or of their paths "
                 "(learn.predict takes one picture)"
             )
-        if not hasattr(items, "__getitem__") or hasattr(items, "iloc"):  # what Path.glob returns, a column of a frame
+        if not hasattr(items, "__getitem__") or hasattr(items, "iloc"):  # such as Path.glob's, or a column of a frame
             items = list(items)
         return super().test_dl(ReadImages(items, self.data.reader), bs, **loader_kwargs)
 
@@ -422,15 +422,15 @@ def _pictures_in(folder: Path) -> list[str]:
     if not folder.is_dir():
         beside = sorted(p.name for p in folder.parent.iterdir() if p.is_dir()) if folder.parent.is_dir() else []
         raise FileNotFoundError(f"there is no folder {folder}; beside it there are: {first_few(beside) or 'none'}")
-    found = [
+    paths = [
         os.path.join(place, name)
         for place, _, names in os.walk(folder, followlinks=True)
         for name in names
         if name.lower().endswith(SUFFIXES) and not name.startswith(".")
     ]
-    if not found:
+    if not paths:
         raise FileNotFoundError(f"there are no pictures in {folder}; their names end in {', '.join(SUFFIXES)}")
-    return sorted(found)
+    return sorted(paths)
 
 
 def _readable(paths: list[str]) -> list[str]:

@@ -66,7 +66,7 @@ class ImageReader:
         if isinstance(picture, str | os.PathLike):
             try:
                 with Image.open(picture) as image:
-                    lies = image.getexif().get(_ORIENTATION, 1) > 4  # on its side
+                    lies = image.getexif().get(_ORIENTATION, 1) > 4  # The picture lies on its side.
                     place = self.place(*(image.size if lies else image.size[::-1]))
                     image.draft(self._mode, (max(self.size), max(self.size)))  # JPEG: decodes no more than is needed
                     return self._fit(self._pixels(image)), place

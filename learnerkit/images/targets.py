@@ -64,12 +64,12 @@ class TargetReader:
 
     def _floats(self, y: Any) -> Tensor:
         try:
-            found = torch.as_tensor(y, dtype=torch.float32)
+            numbers = torch.as_tensor(y, dtype=torch.float32)
         except (TypeError, ValueError, RuntimeError):
-            found = torch.tensor(torch.nan)
-        if not found.isfinite().all():
+            numbers = torch.tensor(torch.nan)
+        if not numbers.isfinite().all():
             raise ValueError(f"got the target {y!r}; targets={self.kind!r} are finite numbers")
-        return found
+        return numbers
 
     def _several(self, names: Any) -> Tensor:
         y = torch.zeros(len(self._numbers))
@@ -84,12 +84,12 @@ class TargetReader:
         """
         if isinstance(names, Tensor):
             names = names.tolist()
-        found = [self._numbers.get(name, name) for name in names]
+        indices = [self._numbers.get(name, name) for name in names]
         most = len(self._numbers) if self.classes else None
-        if wrong := [x for x in found if not isinstance(x, int | np.integer) or x < 0 or (most and x >= most)]:
+        if wrong := [x for x in indices if not isinstance(x, int | np.integer) or x < 0 or (most and x >= most)]:
             there = first_few(self._numbers, n=20) or "not given as classes=, so that labels are numbers"
             raise ValueError(f"got the labels {first_few(dict.fromkeys(wrong))}; the classes are: {there}")
-        return torch.tensor(found, dtype=torch.int64)
+        return torch.tensor(indices, dtype=torch.int64)
 
     def check(self, encoded: Iterable[Any]) -> None:
         """Look at all targets of a data set, without the files of masks.
@@ -168,10 +168,10 @@ def _pixels(mask: Any) -> Tensor:
     if isinstance(mask, str | os.PathLike):
         with Image.open(mask) as image:
             mask = np.array(image)
-    found = mask if isinstance(mask, Tensor) else torch.as_tensor(np.array(mask))
-    if found.ndim != 2 or found.is_floating_point():
-        raise ValueError(f"got {describe(found)} as a mask; it has the whole number of a class for each pixel, (H, W)")
-    return found.long()
+    pixels = mask if isinstance(mask, Tensor) else torch.as_tensor(np.array(mask))
+    if pixels.ndim != 2 or pixels.is_floating_point():
+        raise ValueError(f"got {describe(pixels)} as a mask; it has the whole number of a class for each pixel, (H, W)")
+    return pixels.long()
 
 
 def inside(y: dict[str, Tensor], size: Sequence[int]) -> dict[str, Tensor]:
@@ -211,10 +211,10 @@ def transformed(transform: Callable[..., Any], kind: str, picture: Tensor, *targ
             return {**y, "boxes": tv_tensors.BoundingBoxes(y["boxes"], format="XYXY", canvas_size=canvas)}
         return y
 
-    found = transform(tv_tensors.Image(picture), *map(wrapped, targets))
-    if not isinstance(found, tuple) or len(found) != 1 + len(targets) or not isinstance(found[0], Tensor):
-        raise ValueError(f"{transform} returned {describe(found)}; a transform returns (picture, target), as tensors")
-    picture, *moved = map_batch(lambda t: t.as_subclass(Tensor), found)
+    result = transform(tv_tensors.Image(picture), *map(wrapped, targets))
+    if not isinstance(result, tuple) or len(result) != 1 + len(targets) or not isinstance(result[0], Tensor):
+        raise ValueError(f"{transform} returned {describe(result)}; a transform returns (picture, target), as tensors")
+    picture, *moved = map_batch(lambda t: t.as_subclass(Tensor), result)
     if kind == "boxes":
         size = picture.shape[-2:]
         moved = [[inside(each, size) for each in y] if isinstance(y, list) else inside(y, size) for y in moved]
@@ -275,8 +275,8 @@ class ReadImages(Dataset):
             return self.reader(sample)
         picture, place = self.reader.placed(sample[0])
         try:
-            found = (picture, *(self.targets.fitted(y, place) for y in sample[1:]))
+            result = (picture, *(self.targets.fitted(y, place) for y in sample[1:]))
         except ValueError as e:
             name = sample[0] if isinstance(sample[0], str | os.PathLike) else describe(sample[0])
             raise ValueError(f"the target of picture {i}, {name}: {e}") from e
-        return found if self.transform is None else transformed(self.transform, self.targets.kind, *found)
+        return result if self.transform is None else transformed(self.transform, self.targets.kind, *result)

@@ -114,7 +114,7 @@ class ActivationStats(Callback):
     recorded runs without `torch.compile`.
 
     Args:
-        modules: modules, or classes of them such as `nn.ReLU`; by default all layers with parameters of their own.
+        modules: modules, or classes of them such as `nn.ReLU`; by default all layers that have parameters themselves.
         every: record at every so many training batches; by default at each.
         with_hist: also count how many activations have which magnitude; the counts are on the device until the end of
             the fit, some 200 bytes for each layer and batch.
@@ -131,7 +131,7 @@ class ActivationStats(Callback):
     run_valid = False
     only_fit = True
     rank0_only = True
-    _guarded = False  # as ProgressCallback's: its hooks do not communicate
+    _guarded = False  # Its hooks do not communicate, as those of ProgressCallback.
 
     def __init__(self, modules: Any = None, every: int | None = None, with_hist: bool = False) -> None:
         super().__init__()
@@ -160,15 +160,15 @@ class ActivationStats(Callback):
         if not self.modules:
             return [(name, m) for name, m in named.items() if any(True for _ in m.parameters(recurse=False))]
         kinds = tuple(x for x in self.modules if isinstance(x, type))
-        found = [(n, m) for n, m in named.items() if isinstance(m, kinds) or any(m is x for x in self.modules)]
-        missing = [x for x in self.modules if x not in kinds and not any(x is m for _, m in found)]
-        if missing or not found:
+        chosen = [(n, m) for n, m in named.items() if isinstance(m, kinds) or any(m is x for x in self.modules)]
+        missing = [x for x in self.modules if x not in kinds and not any(x is m for _, m in chosen)]
+        if missing or not chosen:
             kind = first_few(sorted({type(m).__name__ for m in named.values()}))
             raise ValueError(
                 f"ActivationStats got modules that the model does not have: {first_few(missing or kinds)}; give it "
                 f"modules of learn.model, or classes such as it has ({kind})"
             )
-        return found
+        return chosen
 
     def before_batch(self) -> None:
         learn = self.learn
@@ -181,21 +181,23 @@ class ActivationStats(Callback):
 
     def _note(self, i: int, module: nn.Module, inputs: Any, output: Any) -> None:
         if self._now[i] is None:  # The first call of a layer counts.
-            found = next((t for t in tensors_in(output) if t.is_floating_point() and t.numel()), None)
-            if found is not None:
-                self._now[i] = _statistics(found.float(), self.with_hist)
+            tensor = next((t for t in tensors_in(output) if t.is_floating_point() and t.numel()), None)
+            if tensor is not None:
+                self._now[i] = _statistics(tensor.float(), self.with_hist)
 
     def after_pred(self) -> None:
         self._off.close()
         if not self._now:
             return
         nan = torch.full((), math.nan)
-        for found in self._now:
-            for value in [nan] * len(_STATS) if found is None else found[0].unbind():
+        for statistics in self._now:
+            for value in [nan] * len(_STATS) if statistics is None else statistics[0].unbind():
                 self._values.append(value)
         if self.with_hist:
             none = torch.zeros(_bins(), dtype=torch.int32)
-            self._counts += [none if found is None or found[1] is None else found[1] for found in self._now]
+            self._counts += [
+                none if statistics is None or statistics[1] is None else statistics[1] for statistics in self._now
+            ]
         self._now = []
         self.steps.append(self.learn.train_iter)
         if not len(self.steps) % 64:  # otherwise they would pile up on the device
@@ -250,12 +252,12 @@ class ActivationStats(Callback):
         """
         if not distributed.is_main():
             return None
-        found, stats = self._selected(layers), self.stats
+        indices, stats = self._selected(layers), self.stats
         plt = pyplot("plot_layer_stats")
         figure, axes = plt.subplots(1, 3, figsize=(12, 3.2), layout="constrained")
-        colors = plt.get_cmap("viridis")(torch.linspace(0, 0.9, len(found)).tolist())
+        colors = plt.get_cmap("viridis")(torch.linspace(0, 0.9, len(indices)).tolist())
         for ax, (stat, title) in zip(axes, _STATS.items(), strict=True):
-            for i, color in zip(found, colors, strict=True):
+            for i, color in zip(indices, colors, strict=True):
                 ax.plot(self.steps, stats[self.layers[i]][stat], color=color, label=self.layers[i], linewidth=1.2)
             ax.set(xlabel="step", title=title)
         lines = axes[0].lines
@@ -281,23 +283,23 @@ class ActivationStats(Callback):
         """
         if not distributed.is_main():
             return None
-        found = self._selected(layers)
+        indices = self._selected(layers)
         if not self.with_hist:
             raise ValueError("there are no histograms: ActivationStats(with_hist=True) records them")
         counts = torch.stack([counts.cpu() for counts in self._counts]).view(len(self.steps), len(self.layers), -1)
-        across = min(3, len(found))
-        down = math.ceil(len(found) / across)
+        across = min(3, len(indices))
+        down = math.ceil(len(indices) / across)
         size = 4 * across, 2.4 * down
         _, axes = pyplot("plot_hist").subplots(down, across, figsize=size, squeeze=False, layout="constrained")
-        for ax, i in zip(axes.flat, found, strict=False):
+        for ax, i in zip(axes.flat, indices, strict=False):
             extent = (self.steps[0] - 0.5, self.steps[-1] + 0.5, _LOW, _HIGH)
             ax.imshow(counts[:, i].T.log1p().numpy(), origin="lower", aspect="auto", extent=extent)
             powers = range(_LOW, _HIGH + 1, 2)
             ax.set_yticks(powers, [f"$10^{{{power}}}$" for power in powers])
             ax.set(xlabel="step", ylabel="magnitude", title=f"layer {self.layers[i]}")
-        for ax in axes.flat[len(found) :]:
+        for ax in axes.flat[len(indices) :]:
             ax.set_visible(False)
-        return axes.flat[: len(found)]
+        return axes.flat[: len(indices)]
 
     color_dim = plot_hist  # fastai's name
 
@@ -320,13 +322,13 @@ def _statistics(x: Tensor, with_hist: bool) -> tuple[Tensor, Tensor | None]:
     """Return the three statistics of a float32 tensor, and the histogram of its magnitudes; on its device."""
     std, mean = torch.std_mean(x, correction=0)
     magnitude = x.abs()
-    found = torch.stack([mean, std, (magnitude <= NEAR_ZERO).float().mean()])
+    stats = torch.stack([mean, std, (magnitude <= NEAR_ZERO).float().mean()])
     if not with_hist:
-        return found, None
+        return stats, None
     power = magnitude.nan_to_num(nan=math.inf).clamp(10.0**_LOW, 10.0**_HIGH).log10()
     place = ((power - _LOW) * _PER_DECADE).long().clamp(0, _bins() - 1).flatten()
     counts = torch.zeros(_bins(), dtype=torch.int32, device=x.device)
-    return found, counts.scatter_add_(0, place, torch.ones_like(place, dtype=torch.int32))
+    return stats, counts.scatter_add_(0, place, torch.ones_like(place, dtype=torch.int32))
 
 
 def _bins() -> int:

@@ -143,8 +143,8 @@ class ClassificationInterpretation:
         """
         counts, names = self.confusion_matrix(), self.classes
         counts.fill_diagonal_(0)
-        found = [(names[i], names[j], int(counts[i, j])) for i, j in counts.nonzero().tolist()]
-        return sorted((each for each in found if each[2] >= min_val), key=lambda each: -each[2])
+        pairs = [(names[i], names[j], int(counts[i, j])) for i, j in counts.nonzero().tolist()]
+        return sorted((each for each in pairs if each[2] >= min_val), key=lambda each: -each[2])
 
     def classification_report(self) -> Table:
         """Return precision, recall, F1 score (their harmonic mean) and number of samples of each class, and the means.
@@ -183,8 +183,8 @@ class ClassificationInterpretation:
                 "there is no loss for each sample: that needs a loss with an argument `reduction`, as torch's"
             )
         arguments.check_count("k", 1 if k is None else k, "a number of samples")
-        found = self.losses.topk(min(k or len(self.losses), len(self.losses)), largest=largest)
-        return found.values, found.indices
+        top = self.losses.topk(min(k or len(self.losses), len(self.losses)), largest=largest)
+        return top.values, top.indices
 
     def plot_top_losses(self, k: int = 9, largest: bool = True) -> Any:
         """Show the samples with the largest losses, with target, prediction and loss.
@@ -249,13 +249,13 @@ def show_results(learn: "Learner", n: int, ds_idx: int) -> Any:
     preds, targets = learn.get_preds(dl=dl)
     if not distributed.is_main():
         return None
-    found, classes = decode(learn.loss_func, preds, targets), dls.target_names
-    rows = with_rows(preds if found is None else found, len(samples))
+    decoded, classes = decode(learn.loss_func, preds, targets), dls.target_names
+    rows = with_rows(preds if decoded is None else decoded, len(samples))
     answers = [nth(rows, i) for i in range(len(samples))]
-    if targets is None or found is None or dls.targets in DRAWN:
+    if targets is None or decoded is None or dls.targets in DRAWN:
         notes = {} if targets is None else {"target": [note(y, dls) for _, y in samples]}
         notes["prediction"] = [
-            label(p, None) if found is None and dls.targets is None else note(p, dls) for p in answers
+            label(p, None) if decoded is None and dls.targets is None else note(p, dls) for p in answers
         ]
     else:
         notes = _notes((y if len(y) > 1 else y[0] for _, y in samples), answers, classes)

@@ -69,21 +69,21 @@ def _blocks(model: nn.Module, name: str | None) -> list[nn.Module]:
                 f"got blocks={name!r}; the lists of {kind} are {first_few(lists)}{did_you_mean(name, lists)}"
             )
         return _entries(lists[name])
-    found = dict(_lists(model, nn.ModuleList))
-    if len(found) > 1:
+    by_name = dict(_lists(model, nn.ModuleList))
+    if len(by_name) > 1:
         raise ValueError(
-            f"{kind} has several lists of blocks: {first_few(found)}. Say by blocks= which of them is divided into "
+            f"{kind} has several lists of blocks: {first_few(by_name)}. Say by blocks= which of them is divided into "
             "layers, or make groups of each part of the model: layer_decay(model.encoder) + layer_decay(model.decoder)"
             " (errors.html#parameter-groups)"
         )
-    found = found or dict(_lists(model, nn.Sequential))
-    if not found:
+    by_name = by_name or dict(_lists(model, nn.Sequential))
+    if not by_name:
         raise ValueError(
             f"{kind} has no nn.ModuleList and no nn.Sequential of several blocks, whose order layer_decay could take; "
             "write a splitter that returns dicts, [{'params': ..., 'lr_scale': 0.75}, ...]"
             " (errors.html#parameter-groups)"
         )
-    return [block for each in found.values() for block in _entries(each)]
+    return [block for each in by_name.values() for block in _entries(each)]
 
 
 def _lists(module: nn.Module, kind: type, name: str = "") -> Iterator[tuple[str, Any]]:

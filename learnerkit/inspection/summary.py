@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Layer(NamedTuple):
-    """A row of the summary: a module without others inside it, or one with parameters of its own."""
+    """A row of the summary: a module without others inside it, or one that has parameters itself."""
 
     name: str
     kind: str
@@ -200,9 +200,9 @@ def _bytes(tensors: Iterable[Any]) -> int:
 
 def _state_bytes(learn: "Learner", trained: list[nn.Parameter]) -> int | None:
     """Return the bytes of the optimizer's state; before its first step, those of a step on meta tensors."""
-    found = state_tensors(learn.opts)
-    if found or overrides(learn, "create_opt"):
-        return _bytes(found) if found else None
+    tensors = state_tensors(learn.opts)
+    if tensors or overrides(learn, "create_opt"):
+        return _bytes(tensors) if tensors else None
     copies = [nn.Parameter(torch.empty_like(p, device="meta")) for p in trained]
     for p in copies:
         p.grad = torch.empty_like(p)

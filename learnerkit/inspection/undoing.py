@@ -68,9 +68,9 @@ def unchanged(learn: "Learner", but: Collection[Callback] = ()) -> Iterator[None
     loaders, keep = learn.dls.loaders, cache(host_copy)
     owners = unwrap(learn.model), unbound(learn.loss_func)[0]
     check_shaped([owner for owner in owners if isinstance(owner, nn.Module)])
-    found = run_state.state_dict(learn)
-    del found["model"]  # The model is restored tensor by tensor, as some buffers cannot be loaded.
-    state = restorer(found, keep)
+    saved = run_state.state_dict(learn)
+    del saved["model"]  # The model is restored tensor by tensor, as some buffers cannot be loaded.
+    state = restorer(saved, keep)
     held = chain(learn.opts, *map(attribute_values, learn.opts))  # An optimizer may be inside another one.
     opts = [_put_back_optimizer(x, keep) for x in held if isinstance(x, Optimizer)]
 
@@ -90,7 +90,8 @@ def unchanged(learn: "Learner", but: Collection[Callback] = ()) -> Iterator[None
     with ExitStack() as stack:
         samplers = [sampler for dl in loaders for sampler in samplers_of(dl) if not has_state(sampler)]
         for part in (*map(source_of, loaders), *samplers):
-            put_back_attributes(part, stack)  # after its state, from which at its end some would not begin again
+            # This runs after the part's state is restored: from a state at its end, some would not begin again.
+            put_back_attributes(part, stack)
         for calls in (opts, [put_back], opts):  # Loading gives optimizers other groups and tensors.
             for call in calls:
                 stack.callback(call)
@@ -231,10 +232,10 @@ def held_tensors(*owners: Any) -> list[Tensor]:
     """Return the plain tensors of modules (parameters, buffers, attributes), of other objects and of partials."""
     inner = [unbound(owner) for owner in owners]
     parts = [part for x, _ in inner for part in (x.modules() if isinstance(x, nn.Module) else [x])]
-    found: list[Any] = [t for part in parts if isinstance(part, nn.Module) for t in own_tensors(part)]
-    found += [x for part in parts for x in attribute_values(part)]
-    found += [x for _, keywords in inner for x in keywords.values()]
-    return list({id(t): t for t in found if isinstance(t, Tensor) and t.layout is torch.strided}.values())
+    values: list[Any] = [t for part in parts if isinstance(part, nn.Module) for t in own_tensors(part)]
+    values += [x for part in parts for x in attribute_values(part)]
+    values += [x for _, keywords in inner for x in keywords.values()]
+    return list({id(t): t for t in values if isinstance(t, Tensor) and t.layout is torch.strided}.values())
 
 
 def state_tensors(opts: Iterable[Optimizer]) -> list[Tensor]:

@@ -27,8 +27,8 @@ class EncodedTexts(Dataset):
 
     def __getitem__(self, i: int) -> dict[str, Tensor]:
         i = range(len(self))[i]
-        found = {"input_ids": self.ids[self._ends[i - 1] if i else 0 : self._ends[i]]}
-        return found if self.labels is None else {**found, "labels": self.labels[i]}
+        sample = {"input_ids": self.ids[self._ends[i - 1] if i else 0 : self._ends[i]]}
+        return sample if self.labels is None else {**sample, "labels": self.labels[i]}
 
 
 class TokenBlocks(Dataset):

@@ -26,7 +26,7 @@ class TextCodec:
         tokenizer: of the library tokenizers, or one of transformers that is made of such a one.
         max_len: tokens, with those that the tokenizer adds, after which a text is cut; `None`: it is not.
         pad, end: ids of the padding, and of the end of a text in a language model's data; by default the tokenizer's.
-            Without padding of its own 0 will do, as padding is masked.
+            If it has no padding, the id is 0, as padding is masked.
 
     Raises:
         ImportError: tokenizers is not installed.

@@ -139,28 +139,28 @@ class TextData:
             ValueError: no files, files beside the folders of classes, or one that is not UTF-8.
         """
         root = Path(path)
-        found = sorted(file for file in root.rglob("*.txt") if classes is None or file.parent.name in classes)
-        if not found:
+        files = sorted(file for file in root.rglob("*.txt") if classes is None or file.parent.name in classes)
+        if not files:
             among = "" if classes is None else f" among {first_few(classes)}"
             raise ValueError(f"there are no .txt files in folders of {root}{among}")
-        around = {folder for each in {file.parent for file in found} for folder in each.parents}
-        stray = [file for file in found if file.parent in around]
+        around = {folder for each in {file.parent for file in files} for folder in each.parents}
+        stray = [file for file in files if file.parent in around]
         if stray and label is _folder_name:
-            names = sorted({file.parent.name for file in found if file.parent not in around})
+            names = sorted({file.parent.name for file in files if file.parent not in around})
             raise ValueError(
                 f"{len(stray):,} files lie beside folders of classes, such as {stray[0]}; take them away, or say which "
                 f"folders to read: classes=[{first_few(map(repr, names))}]"
             )
         if isinstance(valid, str):
-            folders = [file.relative_to(root).parts[0] for file in found]
+            folders = [file.relative_to(root).parts[0] for file in files]
             if valid not in folders:
                 raise ValueError(
                     f"got valid={valid!r}; there are no .txt files to read in {root / valid}, but in: "
                     f"{first_few(dict.fromkeys(folders))}"
                 )
             valid = np.array(folders) == valid
-        labels = None if label is None else list(map(label, found))
-        return cls.from_texts(map(_read, found), labels, valid, **kwargs)
+        labels = None if label is None else list(map(label, files))
+        return cls.from_texts(map(_read, files), labels, valid, **kwargs)
 
     def __repr__(self) -> str:
         parts = ((self.train_ds, "train on"), (self.valid_ds, "validate on"))
@@ -239,11 +239,11 @@ class TextData:
     ) -> DataLoader[Any]:  # fmt: skip
         if isinstance(ds, Tensor):
             kwargs = {"batch_size": max(1, tokens // seq_len), "shuffle": training} | kwargs
-            found: Dataset[Any] = TokenBlocks(ds, seq_len)
+            dataset: Dataset[Any] = TokenBlocks(ds, seq_len)
         else:
             drawn = None if weights is None else sample_weights(weights, ds, self.classes)
-            found, kwargs["batch_sampler"] = ds, LengthBatches(ds.lengths, tokens, shuffle=training, weights=drawn)
-        return DataLoader(found, collate_fn=self.collate, **kwargs)
+            dataset, kwargs["batch_sampler"] = ds, LengthBatches(ds.lengths, tokens, shuffle=training, weights=drawn)
+        return DataLoader(dataset, collate_fn=self.collate, **kwargs)
 
     @property
     def collate(self) -> Padded:
@@ -258,7 +258,7 @@ class TextData:
 
     @classmethod
     def from_json(cls, text: str) -> "TextData":
-        """Read what `to_json` wrote: the same but for the texts."""
+        """Read what `to_json` wrote: the same data without the texts."""
         facts = json.loads(text)
         return cls(TextCodec.from_json(facts["codec"]), facts["classes"])
 
@@ -275,7 +275,7 @@ class TextDataLoaders(DataLoaders):
         """Split a batch as `DataLoaders` do; the targets of a language model are the next tokens of its predictions."""
         if self.data.classes is not None or "labels" not in batch:
             return super().split(batch, arguments)
-        ids, following = batch["input_ids"], batch["labels"][..., 1:]  # of a batch, or of a single sample
+        ids, following = batch["input_ids"], batch["labels"][..., 1:]  # It may be a batch or a sample.
         if arguments is not None:  # the model itself compares predictions with the labels that come next
             return (batch,), (F.pad(following, (0, 1), value=IGNORED),)
         return ({"input_ids": ids[..., :-1]},), (following,)
@@ -327,15 +327,15 @@ def _read(file: Path) -> str:
 def _numbered(labels: Iterable[Any], n: int) -> tuple[np.ndarray, list[Any]]:
     """Return the number of each label's class, and the classes, sorted."""
     labels = list(labels)
-    found = np.asarray(labels)
-    mixed = [label for label in labels if not isinstance(label, str)] if found.dtype.kind == "U" else []
-    if found.shape != (n,) or found.dtype.kind not in "iubU" or mixed:
+    array = np.asarray(labels)
+    mixed = [label for label in labels if not isinstance(label, str)] if array.dtype.kind == "U" else []
+    if array.shape != (n,) or array.dtype.kind not in "iubU" or mixed:
         among = f", {mixed[0]!r} among them," if mixed else ""
         raise ValueError(
-            f"got labels of type {found.dtype} and shape {found.shape}{among} for {n:,} texts; there is one for each, "
+            f"got labels of type {array.dtype} and shape {array.shape}{among} for {n:,} texts; there is one for each, "
             "and all are text, whole numbers or truth values"
         )
-    classes, numbers = np.unique(found, return_inverse=True)
+    classes, numbers = np.unique(array, return_inverse=True)
     return numbers.astype(np.int64), classes.tolist()
 
 

@@ -35,7 +35,7 @@ class Mapped:
         os.unlink(name)  # An open file stays until the process ends, however it does.
         weakref.finalize(self, os.close, self._file)
         self._end = 0
-        self._held: dict[int, Tensor] = {}  # by their addresses
+        self._held: dict[int, Tensor] = {}  # the tensors by their addresses
 
     def copy(self, t: Tensor) -> Tensor:
         """Return a tensor with the values of `t`, in the temporary file."""

@@ -43,16 +43,16 @@ def units(
     """
     parts = _Parts(model)
     if chosen is True:
-        found = parts.repeated() or parts.sizable(model)
-        if not found or (len(found) == 1 and parts.size(*found) == parts.size(model)):
+        modules = parts.repeated() or parts.sizable(model)
+        if not modules or (len(modules) == 1 and parts.size(*modules) == parts.size(model)):
             raise ValueError(
                 f"{type(model).__name__} has no list of equal modules and no sizable parts that could be its units; "
                 f"say by {argument}=[...] which modules they are, by names or classes. The largest are\n"
                 f"{parts.table()}\n (errors.html#units)"
             )
     else:
-        found = [m for entry in listify(chosen or None) for m in parts.chosen(entry, argument)]
-    wanted = set(found)
+        modules = [m for entry in listify(chosen or None) for m in parts.chosen(entry, argument)]
+    wanted = set(modules)
     return {name: m for name, m in model.named_modules() if m in wanted}
 
 
@@ -99,36 +99,36 @@ class _Parts:
             kinds = _by_kind(m for m in listed if bool(_within(m)) is have_parts)
             least = _COMPARABLE * max((self.size(*e) for e in kinds.values()), default=0)
             taken = [kind for kind, e in kinds.items() if self.size(*e) >= least]
-            found = [m for m in _descendants(self.model) if _kind(m) in taken and self.can_be(m)]
+            modules = [m for m in _descendants(self.model) if _kind(m) in taken and self.can_be(m)]
             # By number, too: the blocks of a small model with a large vocabulary have few of its elements.
-            are_most = have_parts and 2 * len(_held(found)) >= len(_held([self.model]))
-            if found and (are_most or self.size(*found) >= _LARGE * self.size(self.model)):
-                return _outermost(found)
+            are_most = have_parts and 2 * len(_held(modules)) >= len(_held([self.model]))
+            if modules and (are_most or self.size(*modules) >= _LARGE * self.size(self.model)):
+                return _outermost(modules)
         return []
 
     def sizable(self, m: nn.Module) -> list[nn.Module]:
         """Return the parts of a module that hold much of the model; if one holds more than half, its own parts."""
-        found, whole = list[nn.Module](), self.size(self.model)
+        parts, whole = list[nn.Module](), self.size(self.model)
         for child in _within(m):
             size = self.size(child)
             if size >= _SIZABLE * whole:
                 inner = self.sizable(child) if size > whole / 2 or not self.can_be(child) else []
-                found += inner or [child] * self.can_be(child)
-        return found
+                parts += inner or [child] * self.can_be(child)
+        return parts
 
     def chosen(self, entry: str | type[nn.Module], argument: str) -> list[nn.Module]:
         """Return the modules that an entry of `chosen` names."""
         modules = {name: m for name, m in self.named if name}
         if isinstance(entry, str):
             given, known = entry, list(modules)
-            found = [m for name, m in modules.items() if name == entry or fnmatchcase(name, entry)]
+            matches = [m for name, m in modules.items() if name == entry or fnmatchcase(name, entry)]
         elif isinstance(entry, type):
             given, known = entry.__name__, list(dict.fromkeys(type(m).__name__ for m in modules.values()))
-            found = [m for m in modules.values() if isinstance(m, entry)]
+            matches = [m for m in modules.values() if isinstance(m, entry)]
         else:
             raise TypeError(f"got {entry!r} in {argument}=; it takes names of modules, patterns of names, and classes")
-        able = [m for m in found if self.can_be(m)]
-        if not found:
+        able = [m for m in matches if self.can_be(m)]
+        if not matches:
             near = did_you_mean(given, known)
             raise ValueError(
                 f"{type(self.model).__name__} has no module {given!r}, which {argument}= names{near}; there are "
@@ -173,7 +173,7 @@ def _descendants(m: nn.Module) -> Iterator[nn.Module]:
 
 def _kind(m: nn.Module) -> object:
     """Return a key that equal modules share: the class, and for an `nn.Sequential` the classes in it."""
-    kind = parametrize.type_before_parametrizations(m)  # each parametrized module has a class of its own
+    kind = parametrize.type_before_parametrizations(m)  # Each parametrized module has another class.
     return (kind, frozenset(map(type, m.children()))) if kind is nn.Sequential else kind
 
 

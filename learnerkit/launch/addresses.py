@@ -7,7 +7,7 @@ import sys
 
 from learnerkit.processes.machine import LOOPBACK_INTERFACE
 
-ANYWHERE = "192.0.2.1"  # of TEST-NET-1 (RFC 5737): nobody has it, but the kernel would route to it
+ANYWHERE = "192.0.2.1"  # TEST-NET-1 (RFC 5737): no machine has this address, but the kernel has a route to it
 SIOCGIFADDR = 0x8915  # from <linux/sockios.h>: the IPv4 address of a network interface
 
 
@@ -43,10 +43,10 @@ def own_address(host: str, port: int) -> str:
         NodeError: the name is unknown, or there is no route.
     """
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
     except OSError as error:
         raise NodeError(f"the name {host!r} is unknown here ({error.strerror or error})") from error
-    family, kind, protocol, _, address = found[0]
+    family, kind, protocol, _, address = addresses[0]
     with socket.socket(family, kind, protocol) as probe:
         try:
             probe.connect(address)  # sends nothing: the kernel looks for a route

@@ -22,7 +22,7 @@ from learnerkit.processes.machine import LOOPBACK
 from learnerkit.text import did_you_mean, escaped_line, printable, signal_name
 
 PORT = 29500  # the port of the nodes' rendezvous unless another one is given, as with torchrun
-COUNTS = ("--nproc", "--nproc-per-node", "--nnodes")  # what a script should not need
+COUNTS = ("--nproc", "--nproc-per-node", "--nnodes")  # options that a script should not need
 DOCTOR = ["-m", "learnerkit.doctor", "--rank"]
 
 
@@ -33,7 +33,7 @@ class Plan:
     job: Job
     restarts: int = 0
     nodes: Static | Elastic | None = None
-    port: int = 0  # on one machine; 0: any
+    port: int = 0  # the port on one machine; 0: any
     told: bool = False  # whether the user was told where options of the launcher stand
 
 
@@ -245,7 +245,7 @@ def parse(argv: Sequence[str] | None, prog: str = "learnerkit.launch") -> Plan |
 
 
 def protect_sbatch_values(words: list[str]) -> list[str]:
-    """Put a space before what follows --sbatch, so that argparse does not take it for an option of its own."""
+    """Put a space before what follows --sbatch, so that argparse does not take it for one of its options."""
     return [f" {word}" if before == "--sbatch" else word for before, word in zip(["", *words], words, strict=False)]
 
 

@@ -21,13 +21,13 @@ def node_info(node: int, address: str, nproc: int, attempt: int, command: list[s
 
 def versions() -> dict[str, str]:
     """Return the versions that must be the same on all nodes."""
-    found = {"Python": ".".join(platform.python_version_tuple()[:2])}
+    by_package = {"Python": ".".join(platform.python_version_tuple()[:2])}
     for package in ("torch", "learnerkit"):
         try:
-            found[package] = version(package)
+            by_package[package] = version(package)
         except PackageNotFoundError:  # it runs from its sources
-            found[package] = "none"
-    return found
+            by_package[package] = "none"
+    return by_package
 
 
 def fingerprint(command: list[str]) -> str:

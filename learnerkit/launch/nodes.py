@@ -51,7 +51,7 @@ class GroupAttempt(Attempt):
         """Give signs of life, and look for those of others, for an end, and for nodes that want to join."""
         node, count = self.topology.node, 0
         try:
-            store = self.store.clone()  # a client of its own: the main thread uses the other one
+            store = self.store.clone()  # The main thread uses the other client.
             while not self._stopped.wait(SIGN_SECONDS):
                 count += 1
                 store.set(f"alive {node}", str(count))

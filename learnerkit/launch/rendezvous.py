@@ -19,7 +19,7 @@ from learnerkit.launch.addresses import NodeError, family_of, is_own, own_addres
 from learnerkit.processes.sockets import ANSWER_SECONDS, NotAStore, store_answers
 from learnerkit.text import in_one_line
 
-STORE_SECONDS = 10.0  # for an answer of the store
+STORE_SECONDS = 10.0  # the time for an answer of the store
 MORE_NODES_SECONDS = 10  # elastic: how long to wait for more nodes when there are enough
 
 
@@ -129,12 +129,12 @@ class Rendezvous:
             if self._handler is None:
                 self._handler = self._find_or_serve(spec)
             threading.Thread(target=self._remind, args=(spec, found_all), daemon=True).start()
-            found = self._handler.next_rendezvous()
+            result = self._handler.next_rendezvous()
         except RendezvousError as error:
             raise NodeError(f"the nodes did not meet at {self.endpoint} ({in_one_line(error)})") from error
         finally:
             found_all.set()
-        return found.rank, found.world_size, attempt, found.store
+        return result.rank, result.world_size, attempt, result.store
 
     def _remind(self, spec: Elastic, found_all: threading.Event) -> None:
         """Say what is waited for after three seconds, and then ever less often."""

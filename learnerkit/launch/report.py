@@ -44,11 +44,11 @@ class Rank:
     ended: float  # on the monotonic clock; while the process runs, when it was last seen alive
     code: int | None = None  # as in Popen: minus the number of the signal that ended it
     report: ExceptionReport = ExceptionReport()
-    stop_signals: list[int] = field(default_factory=list)  # what the launcher sent to end it
+    stop_signals: list[int] = field(default_factory=list)  # the signals that the launcher sent to end it
     heartbeat: Heartbeat | None = None
-    location: str = ""  # where in the run it ended
+    location: str = ""  # the place in the run where it ended
     log: Path | None = None
-    guard: IO[bytes] | None = None  # is told that the rank has ended; see guard.py
+    guard: IO[bytes] | None = None  # The guard is told that the rank has ended; see guard.py.
 
 
 def failure(rank: Rank, topology: Topology) -> Outcome:

@@ -15,7 +15,7 @@ from itertools import product
 FIRST_SPECIAL_STEP = 0xFFFFFFF0  # steps from here on are the shell of a batch script, an interactive shell and so on
 PORTS = range(20000, 30000)  # below those that the kernel picks
 NOTICE_SECONDS = 120  # between the signal to a batch script and the time limit
-LEAST_SECONDS = 300  # of a time limit: a job that is signalled as soon as it begins would be requeued for ever
+LEAST_SECONDS = 300  # the least time limit: a job that is signalled as soon as it begins would be requeued for ever
 
 _RANGES = r"\[[0-9]+(?:-[0-9]+)?(?:,[0-9]+(?:-[0-9]+)?)*\]"
 _NODE = rf"(?:[^][,\s]|{_RANGES})+"
@@ -60,9 +60,9 @@ def current_task(environ: Mapping[str, str]) -> Task | None:
     if stale or not number < count == sum(tasks) or len(tasks) != len(nodes):
         names = ("JOB_ID", "STEP_ID", "PROCID", "STEP_NUM_TASKS", "STEP_TASKS_PER_NODE", "TASKS_PER_NODE",
                  "STEP_NODELIST")  # fmt: skip
-        found = ", ".join(f"SLURM_{name}={environ[f'SLURM_{name}']}" for name in names if f"SLURM_{name}" in environ)
+        values = ", ".join(f"SLURM_{name}={environ[f'SLURM_{name}']}" for name in names if f"SLURM_{name}" in environ)
         raise ValueError(
-            f"these variables do not belong to one job step: {found}, SLURMD_NODENAME={here}; start the launcher by "
+            f"these variables do not belong to one job step: {values}, SLURMD_NODENAME={here}; start the launcher by "
             "srun, or unset SLURM_STEP_ID to run on this machine alone"
         )
     if environ.get("SLURM_DISTRIBUTION") == "arbitrary":

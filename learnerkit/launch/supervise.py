@@ -44,7 +44,7 @@ CAUSE_SECONDS = 5.0  # after a failure that another rank may have caused: time f
 SETTLE_SECONDS = 0.3  # after a failure: time for the other ranks to fail by themselves and say why
 GRACE_SECONDS = 5.0  # after a failure or Ctrl-C
 LONG_GRACE_SECONDS = 30.0  # after SIGTERM and the like, which a script may answer by saving a checkpoint
-KILL_SECONDS = 5.0  # for the kernel to remove the processes that were killed
+KILL_SECONDS = 5.0  # the time for the kernel to remove the processes that were killed
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 OTHER_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)  # passed on, and nothing more
@@ -141,7 +141,7 @@ def run_attempt(job: Job, attempt: Attempt, signals: SignalQueue) -> Outcome:
             guard.enter_context(guarded(ranks))
             reason = watch(ranks, signals, attempt)
             if reason is None and (first := first_failure(ranks)):
-                reason = attempt.agree_on_end(failure(first, topology))  # at once, so that others need not wait
+                reason = attempt.agree_on_end(failure(first, topology))  # The others need not wait.
             stop(ranks, signals, reason, job.grace, job.quiet)
         finally:
             kill(ranks)
@@ -189,7 +189,7 @@ class Output:
         return self.folder and self.folder / f"rank-{number}.log"
 
     def start(self, number: int, command: list[str], **options: Any) -> subprocess.Popen[bytes]:
-        """Start the process of a rank with this output, in a group of its own, to be ended with all that it starts."""
+        """Start the process of a rank with this output, in a new process group, to be ended with all that it starts."""
         log = self.log(number)
         with log.open("wb", buffering=0) if log else nullcontext() as file:
             stream: Any = subprocess.PIPE if self.tee else file
@@ -211,7 +211,7 @@ class Output:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for thread in self._threads:  # until the last line: the ranks have ended
+        for thread in self._threads:  # The ranks have ended, so that a last line comes.
             thread.join(KILL_SECONDS)
 
 
@@ -232,7 +232,7 @@ def start(job: Job, attempt: Attempt, output: Output, ranks: list[Rank]) -> None
         if job.reports:
             env["LEARNERKIT_REPORT"] = "1"
         if job.log_dir is not None:
-            env["LEARNERKIT_TRACEBACK"] = "full"  # for the files; the launcher shows short ones
+            env["LEARNERKIT_TRACEBACK"] = "full"  # The files have whole tracebacks; the launcher shows short ones.
         command = [*interpreter, str(RANK_MAIN), *job.command]
         shared = [fd for fd in (report_fd, store_fd) if fd is not None]
         process = output.start(rank_number, command, env=env, pass_fds=shared, cwd=job.folder)

@@ -33,7 +33,7 @@ def code() -> dict[str, Any]:
     """
     script = getattr(sys.modules["__main__"], "__file__", None)
     folder = Path.cwd() if script is None else Path(script).absolute().parent
-    found: dict[str, Any] = {"command": shlex.join(sys.argv)}
+    facts: dict[str, Any] = {"command": shlex.join(sys.argv)}
     status = ["status", "--porcelain=v2", "--branch", "--untracked-files=no"]
     try:
         done = subprocess.run(
@@ -41,10 +41,10 @@ def code() -> dict[str, Any]:
             stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_SECONDS, check=True,
         )  # fmt: skip
     except (OSError, ValueError, subprocess.SubprocessError):
-        return found
+        return facts
     lines = done.stdout.splitlines()
     commits = [line.split()[-1] for line in lines if line.startswith("# branch.oid")]
-    return found | {"commit": commits[0], "changed": not all(line.startswith("#") for line in lines)}
+    return facts | {"commit": commits[0], "changed": not all(line.startswith("#") for line in lines)}
 
 
 def fingerprint(data: Any) -> str:

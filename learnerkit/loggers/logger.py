@@ -83,7 +83,7 @@ class Logger(Callback):
     rank0_only = True
     run_valid = False
     _may_lose_config = False  # if the process is killed: then it is written again
-    _handle: Any = None  # what `_open` returned; never in the state, as files and connections cannot be sent
+    _handle: Any = None  # the result of `_open`; never in the state, as files and connections cannot be sent
 
     def __init__(self, every: int | None, config: Any = None) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ class Logger(Callback):
         try:
             if self._handle is not None:
                 self._note_row()
-                self._write_notes()  # what has arrived: after an error nothing is waited for
+                self._write_notes()  # After an error this does not wait for the device.
         finally:
             self._pending.clear()
             self._before += len(self.learn.recorder.lrs)
@@ -248,7 +248,7 @@ class Logger(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """The run, if it has begun, and the last step, once all up to it is written. A host-device sync."""
-        if self._handle is not None:  # not in `before_fit`, where nothing is new
+        if self._handle is not None:  # In `before_fit` it is not open, and there are no new values.
             self._note_row()
             self._write_notes(wait=True)
         return {
@@ -399,15 +399,17 @@ class Tracker(Logger):
 
 def _matching(patterns: list[str | Path]) -> dict[str, Path]:
     """Return the files that paths and patterns name, by their paths below the current directory, or by their names."""
-    found: dict[str, Path] = {}
+    by_name: dict[str, Path] = {}
     here = Path.cwd()
     for pattern in patterns:
         paths = [Path(name).absolute() for name in glob(str(pattern), recursive=True)]
         files = [path for path in paths if path.is_file()]
         if not files:
             warn(f"log_files: there is no file {str(pattern)!r}")
-        found |= {path.relative_to(here).as_posix() if path.is_relative_to(here) else path.name: path for path in files}
-    return found
+        by_name |= {
+            path.relative_to(here).as_posix() if path.is_relative_to(here) else path.name: path for path in files
+        }
+    return by_name
 
 
 _FORMATS = (".safetensors", ".pt2", ".onnx")
@@ -428,15 +430,15 @@ def _as_dict(config: Any) -> dict[str, Any]:
 
 def _hyper_parameters(learn: "Learner") -> dict[str, Any]:
     """Return the settings with which a fit was started, as nested plain values. Needs no communication."""
-    found = configuration(learn)
+    values = configuration(learn)
     for name, dl in zip(("train", "valid"), learn.dls.loaders[:2], strict=True):
         if dl is not None:
-            found[name]["data"] = fingerprint(getattr(dl, "dataset", dl))
-    return found | {
+            values[name]["data"] = fingerprint(getattr(dl, "dataset", dl))
+    return values | {
         "parameters": sum(p.numel() for p in unwrap(learn.model).parameters()),
         "ranks": learn.n_ranks,
         "effective_batch_size": learn.effective_batch_size,
-        "versions": found["versions"] | {"learnerkit": __version__},
+        "versions": values["versions"] | {"learnerkit": __version__},
         "seed": torch.initial_seed(),
         "code": code(),
     }
@@ -444,10 +446,10 @@ def _hyper_parameters(learn: "Learner") -> dict[str, Any]:
 
 def flat(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
     """Flatten nested values, with names such as 'groups.0.lr'."""
-    found: dict[str, Any] = {}
+    flattened: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, list | tuple) and any(isinstance(item, Mapping) for item in value):
             value = {str(i): item for i, item in enumerate(value)}
         inner = isinstance(value, Mapping)
-        found |= flat(value, f"{before}{name}.") if inner else {f"{before}{name}": value}
-    return found
+        flattened |= flat(value, f"{before}{name}.") if inner else {f"{before}{name}": value}
+    return flattened

@@ -124,8 +124,8 @@ class _Service(Tracker):
         raise NotImplementedError
 
     def _id_of(self, run: Any) -> str:
-        found: str = run.id
-        return found
+        run_id: str = run.id
+        return run_id
 
     def _begin(self) -> Any:
         """Go on with the run `_id`; if that is `None`, begin one."""
@@ -280,8 +280,8 @@ class CometCallback(_Service):
         return comet_ml.get_running_experiment()
 
     def _id_of(self, run: Any) -> str:
-        found: str = run.get_key()
-        return found
+        run_id: str = run.get_key()
+        return run_id
 
     def _begin(self) -> Any:
         import comet_ml
@@ -318,7 +318,7 @@ class MLflowCallback(Tracker):
     in the fits alone, after each of which its status says how that ended: FINISHED, FAILED after an exception, KILLED
     after Ctrl-C or a signal. A process that is killed leaves it RUNNING.
 
-    Names and steps are as in TensorBoard, but for characters that MLflow does not take, which become underscores. In a
+    Names and steps are as in TensorBoard; characters that MLflow does not take become underscores. In a
     run that goes on from a checkpoint, MLflow cannot drop what was logged after that: steps that it has are not written
     again. If the server does not answer in mid-fit, training goes on with a warning, without those records.
 
@@ -367,8 +367,8 @@ class MLflowCallback(Tracker):
     def _experiment_id(self, client: Any) -> str | None:
         if self.experiment is None or self._id is not None:
             return None
-        found = client.get_experiment_by_name(self.experiment)
-        return str(client.create_experiment(self.experiment) if found is None else found.experiment_id)
+        experiment = client.get_experiment_by_name(self.experiment)
+        return str(client.create_experiment(self.experiment) if experiment is None else experiment.experiment_id)
 
     def _write_config(self, config: dict[str, Any]) -> None:
         from mlflow.entities import Param

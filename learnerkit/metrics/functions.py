@@ -53,7 +53,7 @@ def top_k_accuracy(pred: Tensor, target: Tensor, k: int = 5, axis: int | None = 
     """Compute the share of targets that are among the `k` largest scores.
 
     Args:
-        pred, target, axis, loss_func: as in `accuracy`, but for the binary cross-entropy.
+        pred, target, axis, loss_func: as in `accuracy`, except the binary cross-entropy.
         k: how many scores; for another number use `partial(top_k_accuracy, k=3)` as the metric.
 
     Raises:

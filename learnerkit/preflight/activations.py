@@ -51,17 +51,17 @@ def judge_activations(learn: "Learner", batch: Any) -> list[Finding]:
 @collective
 def _kept(learn: "Learner", batch: Any) -> int:
     """The bytes that a batch keeps; the forward pass of each rank gathers what it needs."""
-    model, shards, found = unwrap(learn.model), learn.shards, 0
+    model, shards, size = unwrap(learn.model), learn.shards, 0
     if shards is not None:
         shards.begin_votes()
     if batch is not None:
         with trial(learn, model.train()), counting_kept(learn) as kept:
             predict(learn, batch)
-            found = bytes_beside(model, kept)  # Gathered parameters are the model's own.
+            size = bytes_beside(model, kept)  # Gathered parameters are the model's own.
     if shards is not None:
         shards.help()
         shards.end_votes()
-    return found
+    return size
 
 
 def _measured(learn: "Learner", batch: Any) -> tuple[int, float]:

@@ -12,7 +12,7 @@ from typing import Any
 from learnerkit.preflight.report import Finding, notable
 from learnerkit.text import first_few, in_one_line
 
-REACH_SECONDS = 25.0  # for a rank to reach the store
+REACH_SECONDS = 25.0  # the time for a rank to reach the store
 
 Facts = dict[str, Any]
 """The facts of one rank: 'rank', 'host', 'machine', and by topic what it has seen, or its 'error'."""
@@ -50,10 +50,10 @@ class Board:
         if self.rank == 0:
             self.store.set(topic, json.dumps(note))
             return note
-        found = self.read(topic, 2 * self.seconds)
-        if found is None:  # rank 0 has given up and said why, or its process has ended
+        answer = self.read(topic, 2 * self.seconds)
+        if answer is None:  # rank 0 has given up and said why, or its process has ended
             sys.exit(1)
-        return found
+        return answer
 
     def read(self, key: str, seconds: float = 0) -> Any:
         """Return a note, or `None` if it does not come in time."""
@@ -93,10 +93,10 @@ def open_board(rank: int, size: int) -> Board:
 
 def by_machine(everyone: list[Facts]) -> list[list[Facts]]:
     """Group the ranks by their machines."""
-    found: dict[str, list[Facts]] = {}
+    machines: dict[str, list[Facts]] = {}
     for facts in everyone:
-        found.setdefault(facts["machine"], []).append(facts)
-    return list(found.values())
+        machines.setdefault(facts["machine"], []).append(facts)
+    return list(machines.values())
 
 
 def hosts(ranks: list[Facts]) -> str:
@@ -116,11 +116,14 @@ def per_machine(judge: Callable[[list[Facts], list[Facts]], Finding]) -> Judge:
     """
 
     def judge_all(everyone: list[Facts]) -> list[Finding]:
-        found: dict[Finding, list[Facts]] = {}
+        by_finding: dict[Finding, list[Facts]] = {}
         for group in by_machine(everyone):
-            found.setdefault(judge(group, everyone), []).append(group[0])
-        if len(found) == 1:
-            return list(found)
-        return [finding._replace(text=f"{finding.text} (on {hosts(found[finding])})") for finding in notable(found)]
+            by_finding.setdefault(judge(group, everyone), []).append(group[0])
+        if len(by_finding) == 1:
+            return list(by_finding)
+        return [
+            finding._replace(text=f"{finding.text} (on {hosts(by_finding[finding])})")
+            for finding in notable(by_finding)
+        ]
 
     return judge_all

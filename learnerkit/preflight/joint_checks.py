@@ -115,7 +115,7 @@ def judge_clocks(everyone: list[Facts]) -> list[Finding]:
 @collective
 def measure_all_reduce(board: Board) -> Facts:
     """Measure the seconds of an all-reduce of three sizes in bytes (the median of five), and check its sums."""
-    device, found, right = distributed.default_device(), [], True
+    device, medians, right = distributed.default_device(), [], True
     wait = (lambda: None) if device.type == "cpu" else torch.accelerator.synchronize
     for n_bytes in (2**12, 2**20, 2**24 if device.type == "cpu" else 2**26):
         x, seconds = torch.empty(n_bytes // 4, device=device), []
@@ -127,8 +127,8 @@ def measure_all_reduce(board: Board) -> Facts:
             wait()
             seconds.append(time.perf_counter() - start)
             right = right and bool((x == board.size * (board.size + 1) / 2).all())
-        found.append([n_bytes, statistics.median(seconds[1:])])  # the first one makes connections
-    return {"seconds": found, "right": right}
+        medians.append([n_bytes, statistics.median(seconds[1:])])  # the first one makes connections
+    return {"seconds": medians, "right": right}
 
 
 def judge_all_reduce(everyone: list[Facts]) -> list[Finding]:

@@ -31,14 +31,14 @@ def look_at_versions() -> Facts:
 
 def judge_versions(everyone: list[Facts]) -> list[Finding]:
     """Compare all versions with those of rank 0."""
-    first, found = everyone[0]["versions"], []
+    first, findings = everyone[0]["versions"], []
     for name, version in first.items():
         for other in sorted({f["versions"][name] for f in everyone} - {version}, key=str):
             ranks = [f for f in everyone if f["versions"][name] == other]
             text = f"{name} {other} on {places(ranks)}, {version} on {places(everyone[:1])}"
             mark = HINT if name in ("python", "driver") else WRONG  # these two may differ a little
-            found.append(Finding(mark, text, f"install the same {name} on all machines"))
-    return found or [Finding(OK, ", ".join(f"{name} {version}" for name, version in first.items() if version))]
+            findings.append(Finding(mark, text, f"install the same {name} on all machines"))
+    return findings or [Finding(OK, ", ".join(f"{name} {version}" for name, version in first.items() if version))]
 
 
 def look_at_device() -> Facts:
@@ -56,21 +56,23 @@ def look_at_device() -> Facts:
 
 def judge_devices(everyone: list[Facts]) -> list[Finding]:
     """Judge the devices: of one kind, one for each process, and used by no other program."""
-    found, first = [], everyone[0]["devices"]
+    findings, first = [], everyone[0]["devices"]
     if unlike := [f for f in everyone if f["devices"]["name"] != first["name"]]:
         text = f"{unlike[0]['devices']['name']} on {places(unlike)}, {first['name']} on {places(everyone[:1])}"
         if any(f["devices"]["type"] != first["type"] for f in unlike):
-            found = [Finding(WRONG, text, "is torch built for the GPU there, and what does CUDA_VISIBLE_DEVICES say?")]
+            findings = [
+                Finding(WRONG, text, "is torch built for the GPU there, and what does CUDA_VISIBLE_DEVICES say?")
+            ]
         else:
-            found = [Finding(HINT, text, "every step waits for the slowest: use GPUs of one kind if you can")]
+            findings = [Finding(HINT, text, "every step waits for the slowest: use GPUs of one kind if you can")]
     for group in by_machine(everyone):
         for device_id in sorted({f["devices"]["id"] for f in group} - {None}):
             ranks = [f for f in group if f["devices"]["id"] == device_id]
             if len(ranks) > 1:
                 advice = "start one process per GPU (--nproc, --gpus), each with a LOCAL_RANK of its own"
-                found.append(Finding(WRONG, f"one GPU for {places(ranks)}, which NCCL refuses", advice))
-    if found or first["type"] != "cuda":
-        return found or [Finding(OK, f"{len(everyone)} x {first['name']}")]
+                findings.append(Finding(WRONG, f"one GPU for {places(ranks)}, which NCCL refuses", advice))
+    if findings or first["type"] != "cuda":
+        return findings or [Finding(OK, f"{len(everyone)} x {first['name']}")]
     least = min(everyone, key=lambda f: f["devices"]["free"] / f["devices"]["memory"])
     free, memory = least["devices"]["free"], least["devices"]["memory"]
     text = f"{in_units(free)} of {in_units(memory)} free"

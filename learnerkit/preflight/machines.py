@@ -54,14 +54,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv == cli.DOCTOR[2:] or "TORCHELASTIC_RUN_ID" in os.environ:
         return examine()
     parser = make_parser()
-    parser.parse_known_args(argv)  # for --help; the launcher reads the options
+    parser.parse_known_args(argv)  # This answers --help; the launcher reads the options.
     return cli.main(["--check", *argv], prog=parser.prog)
 
 
 def examine() -> int:
     """Run all checks on one rank; every rank returns the same exit code."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # An exit removes files.
-    if os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR") == "ERROR":  # as the launcher sets it
+    if os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR") == "ERROR":  # the launcher's default
         os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # the report has the errors, without the stacks of C++
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     report = Report(shown=rank == 0, entry="doctor")
@@ -81,7 +81,7 @@ def examine() -> int:
         board = open_board(rank, size)
     everyone = board.gather("facts", facts)
     missing = [number for number, found in enumerate(everyone) if found is None]
-    if everyone := [found for found in everyone if found is not None]:  # on rank 0
+    if everyone := [found for found in everyone if found is not None]:  # This is rank 0.
         report.add("ranks", judge_ranks(everyone, missing))
     for topic, (_, judge) in LOCAL.items():
         report.add(topic, judged(topic, judge, everyone))
@@ -138,7 +138,7 @@ def time_limit(report: Report, rank: int, topic: str, advice: str, board: Board 
         report.close()
         if board and rank == 0:
             board.store.set("end", "")
-            time.sleep(0.5)  # for the others to read it
+            time.sleep(0.5)  # The others need time to read it.
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()

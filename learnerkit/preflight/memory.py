@@ -34,8 +34,8 @@ def bytes_of(memory: str | int | None) -> int | None:
     """
     if memory is not None and (isinstance(memory, bool) or not isinstance(memory, str | int)):
         raise TypeError(f"got memory={memory!r}; it is a text such as '24GiB', or a number of bytes as an int")
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(GiB|GB|MiB|MB)\s*", memory) if isinstance(memory, str) else None
-    size = round(float(found[1]) * _UNITS[found[2]]) if found else memory
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(GiB|GB|MiB|MB)\s*", memory) if isinstance(memory, str) else None
+    size = round(float(match[1]) * _UNITS[match[2]]) if match else memory
     if size is None or (isinstance(size, int) and size > 0):
         return size
     raise ValueError(
@@ -68,18 +68,18 @@ def judge_memory(learn: "Learner", seen: Seen, memory: str | int | None) -> list
         seen: the batch.
         memory: that of the device that the fit is meant for, as in `Learner.check`; `None`: of the loaders' device.
     """
-    found, room = predict_memory(learn, seen), bytes_of(memory) or memory_of(learn.dls.device)
-    if isinstance(found, str):
-        return [Finding(NOTHING, f"not checked, as what a step needs cannot be predicted: {found}")]
+    prediction, room = predict_memory(learn, seen), bytes_of(memory) or memory_of(learn.dls.device)
+    if isinstance(prediction, str):
+        return [Finding(NOTHING, f"not checked, as what a step needs cannot be predicted: {prediction}")]
     has = memory if isinstance(memory, str) else in_units(room)
     has = f"{has} ({100 * MARGIN:.0f} % assumed for fragmentation)"
-    if found.fits(room, found.batch_size):
-        return [Finding(OK, f"{_needs(found)}; up to {found.largest(room):,} fit in {has}")]
-    if "split_batch" in _names(learn) and (most := found.largest(room)) > 0:
-        parts = -(-found.batch_size // most)
-        return [Finding(OK, f"{_needs(found)}; in {has} SplitBatch takes them in {parts} parts")]
+    if prediction.fits(room, prediction.batch_size):
+        return [Finding(OK, f"{_needs(prediction)}; up to {prediction.largest(room):,} fit in {has}")]
+    if "split_batch" in _names(learn) and (most := prediction.largest(room)) > 0:
+        parts = -(-prediction.batch_size // most)
+        return [Finding(OK, f"{_needs(prediction)}; in {has} SplitBatch takes them in {parts} parts")]
     mark = HINT if memory is None else WRONG
-    return [Finding(mark, f"{_needs(found)}; that does not fit in {has}", _ways(learn, seen, found, room))]
+    return [Finding(mark, f"{_needs(prediction)}; that does not fit in {has}", _ways(learn, seen, prediction, room))]
 
 
 def explain_memory(learn: "Learner", error: Exception) -> None:
@@ -104,16 +104,16 @@ def _explained(learn: "Learner") -> str:
     if not learn.training:
         ways = "" if "split_batch" in _names(learn) else "take SplitBatch(), or "
         return f"{_held(learn)}, of {in_units(room)}; in evaluation {ways}give the loader smaller batches"
-    found = predict_memory(learn, seen, on=[fake_steps])
-    if isinstance(found, str):
+    step = predict_memory(learn, seen, on=[fake_steps])
+    if isinstance(step, str):
         return (
-            f"{_held(learn)}, of {in_units(room)}; what a step needs cannot be predicted ({found}). "
+            f"{_held(learn)}, of {in_units(room)}; what a step needs cannot be predicted ({step}). "
             f"Try {', '.join(_less(learn))}, or learn.distrib_ctx(shard=True)"
         )
-    if not found.fits(room, found.batch_size):
-        return f"{_needs(found)}, of {in_units(room)}; {_ways(learn, seen, found, room, learn.n_ranks > 1)}"
+    if not step.fits(room, step.batch_size):
+        return f"{_needs(step)}, of {in_units(room)}; {_ways(learn, seen, step, room, learn.n_ranks > 1)}"
     return (
-        f"{_needs(found)}, which fits in {in_units(room)} unless other programs, callbacks or code of your own hold a "
+        f"{_needs(step)}, which fits in {in_units(room)} unless other programs, callbacks or code of your own hold a "
         f"part of it. Less is needed with {' or '.join(_less(learn))}"
     )
 
@@ -146,24 +146,26 @@ def _held(learn: "Learner") -> str:
     return ", ".join(f"{kind} {in_units(sum(local(t).nbytes for t in part))}" for kind, part in _kinds(learn).items())
 
 
-def _needs(found: Prediction) -> str:
+def _needs(step: Prediction) -> str:
     """Describe the memory that a step on a batch needs."""
     return (
-        f"{found.batch_size} samples take {in_units(found.peak)}: parameters {in_units(found.parameters)}, gradients "
-        f"{in_units(found.gradients)}, optimizer {in_units(found.optimizer)}, activations {in_units(found.per_sample)} "
+        f"{step.batch_size} samples take {in_units(step.peak)}: parameters {in_units(step.parameters)}, gradients "
+        f"{in_units(step.gradients)}, optimizer {in_units(step.optimizer)}, activations {in_units(step.per_sample)} "
         "a sample"
     )
 
 
-def _ways(learn: "Learner", seen: Seen, found: Prediction, room: float, waits: bool = False) -> str:
-    """Name changes that would make a batch fit, by steps on fake tensors; if other ranks wait, by `found` alone."""
+def _ways(learn: "Learner", seen: Seen, prediction: Prediction, room: float, waits: bool = False) -> str:
+    """Name changes that would make a batch fit, by fake steps; if other ranks wait, by `prediction` alone."""
 
     def predicted(*cbs: Callback) -> Prediction | None:
         added = "" if waits else predict_memory(learn, seen, cbs, [fake_steps])
         return None if isinstance(added, str) else added
 
-    n, ways = found.batch_size, dict[str, float]()
-    split = predicted(GradientAccumulation(n_batches=2)) or found.with_more(found.gradients)  # These are kept.
+    n, ways = prediction.batch_size, dict[str, float]()
+    split = predicted(GradientAccumulation(n_batches=2)) or prediction.with_more(
+        prediction.gradients
+    )  # These are kept.
     if 0 < (most := split.largest(room)) < n:
         parts = -(-n // most)
         ways[f"SplitBatch({parts})"] = split.at(-(-n // parts))
@@ -176,10 +178,10 @@ def _ways(learn: "Learner", seen: Seen, found: Prediction, room: float, waits: b
             with_these = predicted(*cbs)
             if with_these and with_these.fits(room, n):
                 ways[name] = with_these.peak
-    if most := found.largest(room):
-        ways[f"batches of at most {most}"] = found.at(most)
-    divided = found.parameters + found.optimizer  # Not all gradients may be there at the peak.
-    shares = {ranks: found.peak - divided * (1 - 1 / ranks) for ranks in (2, 4, 8, 16, 32, 64)}
+    if most := prediction.largest(room):
+        ways[f"batches of at most {most}"] = prediction.at(most)
+    divided = prediction.parameters + prediction.optimizer  # Not all gradients may be there at the peak.
+    shares = {ranks: prediction.peak - divided * (1 - 1 / ranks) for ranks in (2, 4, 8, 16, 32, 64)}
     if few := next((ranks for ranks, size in shares.items() if size <= room * (1 - MARGIN)), 0):
         ways[f"learn.distrib_ctx(shard=True) on {few} ranks"] = shares[few]
     text = ", or ".join(f"{name} (about {in_units(size)})" for name, size in ways.items())

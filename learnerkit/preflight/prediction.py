@@ -122,8 +122,8 @@ def predict_memory(
         try:
             with distributed.alone(), trial(learn) as (one, like):
                 others = (4 * n, 8 * n) if trial is fake_steps else (n // 2 if n > 3 else 2 * n,)
-                found = _measured(one, map_batch(like, seen), n, every, others)
-                return found.with_more(found.gradients) if several else found  # DDP has copies of them
+                prediction = _measured(one, map_batch(like, seen), n, every, others)
+                return prediction.with_more(prediction.gradients) if several else prediction  # DDP has copies of them
         except Exception as error:  # User code may need values, or another batch size.
             reason = reason or in_one_line(error)
     return reason
@@ -154,10 +154,10 @@ def _seen(learn: "Learner", batch: Any) -> Seen:
 
 def _samples(learn: "Learner", seen: Seen) -> int:
     """Return the number of samples of a batch; refuse a batch whose parts differ in it."""
-    found = learn.dls.rows_of_pass(seen.xb, seen.yb, _refuse)
-    if len(found) != 1 or 0 in found:
+    counts = learn.dls.rows_of_pass(seen.xb, seen.yb, _refuse)
+    if len(counts) != 1 or 0 in counts:
         _refuse(seen.batch)
-    return found.pop()
+    return counts.pop()
 
 
 def _refuse(part: Any) -> None:
@@ -166,7 +166,7 @@ def _refuse(part: Any) -> None:
 
 def _resized(learn: "Learner", seen: Seen, n: int) -> Seen:
     """Make a batch of `n` samples by repeating those of another batch."""
-    made = dict[int, Any]()  # by the part, as inputs and targets are parts of the batch, too
+    made = dict[int, Any]()  # by part, as inputs and targets are parts of the batch, too
 
     def sized(rows: Any, dim: int, place: tuple) -> Any:
         old = rows.shape[dim] if hasattr(rows, "shape") else len(rows)
@@ -199,7 +199,7 @@ def fake_steps(learn: "Learner") -> Iterator[tuple["Learner", Callable[[Tensor],
     if any(isinstance(m, nn.LSTM if on_cpu else nn.RNNBase) for m in owners[0].modules()):
         raise ValueError("kernels of recurrent layers keep what tensors without values do not show")
     mode, logger = fake_mode(), logging.getLogger("torch._subclasses.fake_tensor")
-    memo: dict[int, Any] = {id(x): x for x in (learn.dls, *learn.cbs)} | {id(learn): one}  # not copied along with hooks
+    memo: dict[int, Any] = {id(x): x for x in (learn.dls, *learn.cbs)} | {id(learn): one}  # hooks copy none of these
     for t in held_tensors(*owners):
         memo[id(t)] = fake = mode.from_tensor(t)
         fake.grad = None

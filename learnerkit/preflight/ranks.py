@@ -94,7 +94,7 @@ def check_distributed(learn: "Learner", n: int = 2, steps: int = 5, timeout: flo
     if failed:
         who = ["the single process", *(f"rank {rank}" for rank in range(n))]
         _, first, error = failed[0]
-        if "fork-based multiprocessing" in error:  # from torch's autograd, once its threads for a GPU have started
+        if "fork-based multiprocessing" in error:  # torch's autograd raises this once it has threads for a GPU.
             raise RuntimeError(
                 "check_distributed cannot fork this process any more, as it has trained where torch sees a GPU: call "
                 "it before the first fit, or in a process started with CUDA_VISIBLE_DEVICES= (empty)"
@@ -221,8 +221,8 @@ def _first_batches(dl: Any, n: int) -> Any:
     dl = in_order(dl, "1")
     if not _has_indices(dl):
         return dl
-    found = list(islice(dl.batch_sampler, n))
-    return with_batches(dl, batch_sampler=[*found[:-1], found[-1][: max(1, len(found[-1]) - 1)]])
+    batches = list(islice(dl.batch_sampler, n))
+    return with_batches(dl, batch_sampler=[*batches[:-1], batches[-1][: max(1, len(batches[-1]) - 1)]])
 
 
 def _has_indices(dl: Any) -> bool:
@@ -275,7 +275,7 @@ class _Notes(Callback):
         self.drawn: list[list[str]] = []
         self.draws = False  # whether a step draws random numbers
         self.seeds: tuple = ()
-        self.unknown = ""  # what is not known of the model's own loss
+        self.unknown = ""  # a doubt about the count of the model's own loss
 
     def before_train(self) -> None:
         learn = self.learn
@@ -326,19 +326,19 @@ def _compare(one: dict, ranks: list[dict]) -> dict[str, Finding]:
     right = f"each global batch the same, each sample once ({total} samples)"
     alone = {f"step {i}": _loss([step], one["sums"]) for i, (step, _) in enumerate(steps, 1)}
     together = {f"step {i}": _loss(parts, one["sums"]) for i, (_, parts) in enumerate(steps, 1)}
-    found = {
+    findings = {
         "samples": Finding(WRONG, wrong_samples) if wrong_samples else Finding(OK, right),
         "losses": _judge_equal(alone, [together]),
         "weights": _judge_equal(one["weights"], [run["weights"] for run in ranks], one["update"]),
         **{name: _judge_equal(one[name], [run[name] for run in ranks]) for name in ("validation", "predictions")},
     }
-    wrong = {name for name, finding in found.items() if finding.mark == WRONG}
+    wrong = {name for name, finding in findings.items() if finding.mark == WRONG}
     if wrong:
         first_alike = torch.isclose(alone["step 1"], together["step 1"], rtol=1e-6, equal_nan=True)
         apart = _first_apart([parts for _, parts in steps]) if "weights" in wrong else ""
         padded = any(part["shapes"] not in ([], step["shapes"]) for step, parts in steps for part in parts)
-        found["reason"] = Finding(HINT, reason or _likely_reason(one, wrong, bool(first_alike), apart, padded))
-    return found
+        findings["reason"] = Finding(HINT, reason or _likely_reason(one, wrong, bool(first_alike), apart, padded))
+    return findings
 
 
 def _likely_reason(one: dict, wrong: set[str], first_alike: bool, apart: str, padded: bool) -> str:

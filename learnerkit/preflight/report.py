@@ -57,8 +57,8 @@ class Report:
 
     def close(self) -> bool:
         """Print the verdict. Return whether there is no problem."""
-        found = f"{self.problems} problem{'s' * (self.problems > 1)} (errors.html#{self.entry})"
-        self._print(found if self.problems else "all is well")
+        verdict = f"{self.problems} problem{'s' * (self.problems > 1)} (errors.html#{self.entry})"
+        self._print(verdict if self.problems else "all is well")
         return not self.problems
 
     def _print(self, text: str) -> None:

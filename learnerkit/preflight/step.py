@@ -76,7 +76,7 @@ TOPICS = (
 )  # fmt: skip
 """The topics, in the order of the report."""
 
-_ALWAYS = {*TOPICS[:6], "validation"}  # those that every check should reach
+_ALWAYS = {*TOPICS[:6], "validation"}  # the topics that every check should reach
 
 
 def of_all_ranks(everyone: Sequence[Mapping[str, list[Finding]]]) -> dict[str, list[Finding]]:
@@ -118,7 +118,7 @@ class StepCheck(Callback):
     """
 
     order = 1000  # after all others, to see what they have changed
-    reads_predictions = True  # in training too: DataParallelCallback gathers them
+    reads_predictions = True  # DataParallelCallback gathers them in training, too.
 
     @not_collective("it only hands on what every rank calls after a backward pass")
     def __init__(self, memory: str | int | None = None) -> None:
@@ -185,7 +185,7 @@ class StepCheck(Callback):
             self.stage = "loss"
         else:
             self.found["validation"] += wrong
-        if wrong:  # on CUDA, computing the loss could make the device unusable for this process
+        if wrong:  # On CUDA, computing the loss could make the device unusable for this process.
             raise CancelFitException if learn.training else CancelValidException
 
     def after_loss(self) -> None:
@@ -241,10 +241,12 @@ class StepCheck(Callback):
         if learn.training or not learn.batch_size or (learn.loss is None and not absent):
             return
         value = math.nan if absent else float(learn.loss)
-        found = Finding(OK, "no loss, as the model makes its own in training alone" if absent else f"loss {value:.4g}")
+        finding = Finding(
+            OK, "no loss, as the model makes its own in training alone" if absent else f"loss {value:.4g}"
+        )
         if not (absent or math.isfinite(value)):
-            found = Finding(WRONG, f"loss {value}, which is not a finite number", "look at the model in eval mode")
-        self.found["validation"].append(found)
+            finding = Finding(WRONG, f"loss {value}, which is not a finite number", "look at the model in eval mode")
+        self.found["validation"].append(finding)
         self.stage = "metrics"
         self.found["metrics"] += judge_metrics(learn)
 
@@ -272,37 +274,37 @@ def judge_inputs(xb: Any, model: nn.Module, ran: bool) -> list[Finding]:
     tensors = list(tensors_in(xb))
     types = {p.dtype for p in model.parameters() if p.is_floating_point()}
     devices = {p.device for p in model.parameters()}
-    found, into = [], f"into a model of {' and '.join(sorted(map(_type_name, types)))}"
+    findings, into = [], f"into a model of {' and '.join(sorted(map(_type_name, types)))}"
     for t in tensors:
         raw = t.dtype == torch.uint8
         if types and (raw or (t.is_floating_point() and t.dtype not in types)):
             how = "make them x.float() / 255 in the dataset" if raw else "convert them in the dataset, or the model"
-            found.append(Finding(HINT if ran else WRONG, f"{_about(t)}, {into}", how))
+            findings.append(Finding(HINT if ran else WRONG, f"{_about(t)}, {into}", how))
         elif _looks_like_pixels(t):
-            found.append(Finding(HINT, f"{_about(t)}: pixels of 0 .. 255?", "scale them, x / 255"))
+            findings.append(Finding(HINT, f"{_about(t)}: pixels of 0 .. 255?", "scale them, x / 255"))
         if devices and t.device not in devices:
             where = ", ".join(sorted(map(str, devices)))
             advice = "leave both to the Learner, or move them there"
-            found.append(Finding(WRONG, f"{_about(t)}, but the model is on {where}", advice))
-    found += _not_finite(tensors, "the dataset")
+            findings.append(Finding(WRONG, f"{_about(t)}, but the model is on {where}", advice))
+    findings += _not_finite(tensors, "the dataset")
     if losses.is_constant(xb):
-        found.append(Finding(HINT, f"{_all_about(tensors)}: all values are the same", "look into the dataset"))
-    return found or [Finding(OK, _all_about(tensors) or describe(xb))]
+        findings.append(Finding(HINT, f"{_all_about(tensors)}: all values are the same", "look into the dataset"))
+    return findings or [Finding(OK, _all_about(tensors) or describe(xb))]
 
 
 def judge_targets(loss_func: Any, pred: Any, yb: tuple) -> list[Finding]:
     """Judge whether the loss can take these targets; call this before the loss is computed."""
     tensors = list(tensors_in(yb))
-    found = _not_finite(tensors, "the dataset")
+    findings = _not_finite(tensors, "the dataset")
     if len(yb) == 1 and isinstance(yb[0], Tensor) and isinstance(pred, Tensor):
         if losses.is_cross_entropy(loss_func):
-            found += _judge_classes(loss_func, pred, yb[0])
+            findings += _judge_classes(loss_func, pred, yb[0])
         elif losses.is_one_of(loss_func, (*losses.BINARY_LOGITS, *losses.BINARY_SHARES)):
-            found += _judge_probabilities(loss_func, pred, yb[0])
+            findings += _judge_probabilities(loss_func, pred, yb[0])
         elif losses.is_one_of(loss_func, losses.ELEMENTWISE):
-            found += _judge_values(loss_func, pred, yb[0])
+            findings += _judge_values(loss_func, pred, yb[0])
     about = _all_about(tensors) or ("none; the model makes its own loss" if loss_func is None else "none")
-    return found or [Finding(OK, about)]
+    return findings or [Finding(OK, about)]
 
 
 def _judge_classes(loss_func: Any, pred: Tensor, target: Tensor) -> list[Finding]:
@@ -397,7 +399,7 @@ def judge_count(learn: "Learner") -> str:
     """
     if learn._loss_weighting.own is None:
         return ""
-    batch, size, found = (learn.xb, learn.yb), learn.batch_size, list[tuple[float, float]]()
+    batch, size, results = (learn.xb, learn.yb), learn.batch_size, list[tuple[float, float]]()
     with trial(learn, unwrap(learn.model)), torch.no_grad(), suppress(Exception):  # it may be unable to run on a part
         learn.model.eval()
         for rows in (slice(size), slice(size // 3), slice(size // 3, size)):
@@ -405,10 +407,10 @@ def judge_count(learn: "Learner") -> str:
             (learn.batch_size,) = likely_sizes([*learn.xb, *learn.yb])
             learn._forward()
             learn._loss()
-            found.append((float(learn.loss), float(losses.batch_count(learn))))
-    if len(found) < 3 or not all(math.isfinite(value) and count for value, count in found):
+            results.append((float(learn.loss), float(losses.batch_count(learn))))
+    if len(results) < 3 or not all(math.isfinite(value) and count for value, count in results):
         return losses.doubtful_count(learn)
-    (whole, count), *parts = found
+    (whole, count), *parts = results
     joined = sum(value * n for value, n in parts) / count
     half = learn.loss_grad.dtype.itemsize < 4 or torch.is_autocast_enabled(learn.dls.device.type)
     if math.isclose(joined, whole, rel_tol=1e-2 if half else 1e-4):
@@ -442,23 +444,23 @@ def judge_gradients(
     none = [name for name, p in trained if p.grad is None and name not in dropped]
     broken = [name for name, g in grads.items() if not _is_finite(g)]
     zero = [name for name, g in grads.items() if name not in dropped and not bool(_values(g).any())]
-    found = []
+    findings = []
     if dropped:
         text = f"{first_few(dropped)}: a callback has dropped theirs, so that this step does not train them"
-        found.append(Finding(HINT, text))
+        findings.append(Finding(HINT, text))
     if none:
         text = f"{first_few(none)} got none: the loss does not depend on them"
         advice = "right if a pass of your own trains them; else use them, or freeze them"
-        found.append(Finding(HINT, text, advice) if own_loop else Finding(WRONG, text, "use them, or freeze them"))
+        findings.append(Finding(HINT, text, advice) if own_loop else Finding(WRONG, text, "use them, or freeze them"))
     if broken:
         text = f"{first_few(broken)}: NaN or infinite{', as the first steps of a gradient scaler may be' * scaled}"
-        found.append(Finding(HINT if scaled else WRONG, text))
+        findings.append(Finding(HINT if scaled else WRONG, text))
     if zero:
         text = f"{first_few(zero)}: all zero, so that they do not learn from this batch"
-        found.append(Finding(WRONG if len(zero) == len(grads) else HINT, text))
+        findings.append(Finding(WRONG if len(zero) == len(grads) else HINT, text))
     frozen = len(named) - len(trained)
     counts = f"{len(grads)} of {len(trained)} trainable parameters" + (f", {frozen} frozen" if frozen else "")
-    return found or [Finding(OK, counts)]
+    return findings or [Finding(OK, counts)]
 
 
 def judge_optimizer(named: list[tuple[str, nn.Parameter]], stuck: list[str], opts: list) -> list[Finding]:
@@ -466,15 +468,15 @@ def judge_optimizer(named: list[tuple[str, nn.Parameter]], stuck: list[str], opt
     rates = _rates(opts)
     forgotten = [name for name, p in named if p.requires_grad and id(p) not in rates]
     shown = optim.rates_text([float(g.get("lr", 1.0)) for opt in opts for g in opt.param_groups]) or "none"
-    found = []
+    findings = []
     if forgotten:
         text = f"{first_few(forgotten)}: trainable, but no optimizer holds them"
-        found.append(Finding(WRONG, text, "let the splitter (or opt_func) return them"))
+        findings.append(Finding(WRONG, text, "let the splitter (or opt_func) return them"))
     if stuck:
         text = f"{first_few(stuck)}: have gradients, and the step did not change them (lr {shown})"
-        found.append(Finding(WRONG, text))
+        findings.append(Finding(WRONG, text))
     names = ", ".join(type(opt).__name__ for opt in opts)
-    return found or [Finding(OK, f"{names}, lr {shown}{optim.decays_text(opts)}")]
+    return findings or [Finding(OK, f"{names}, lr {shown}{optim.decays_text(opts)}")]
 
 
 def _rates(opts: list, name: str = "lr") -> dict[int, float]:
@@ -509,7 +511,7 @@ def judge_metrics(learn: "Learner") -> list[Finding]:
         meters = make_meters(copy.deepcopy(learn.metrics), learn.loss_func, learn.dls.classes, learn.dls.targets)
     except Exception as e:
         return [Finding(WRONG, in_one_line(e))]
-    values, found = [], []
+    values, findings = [], []
     for meter in meters:
         try:
             losses.check_predictions(learn)
@@ -520,8 +522,8 @@ def judge_metrics(learn: "Learner") -> list[Finding]:
             values += [f"{name} {value:.4g}" for name, value in zip(meter.columns, row, strict=True)]
         except Exception as e:
             got = f"predictions: {describe(learn.pred)}; targets: {describe(learn.yb)}"
-            found.append(Finding(WRONG, f"{meter.name}: {in_one_line(e)}; it got {got}"))
-    return found or [Finding(OK, ", ".join(values))] * bool(values)
+            findings.append(Finding(WRONG, f"{meter.name}: {in_one_line(e)}; it got {got}"))
+    return findings or [Finding(OK, ", ".join(values))] * bool(values)
 
 
 # Tensors and losses, in words
@@ -549,9 +551,9 @@ def _is_finite(t: Tensor) -> bool:
 @not_collective("batches and predictions are no shards")
 def _not_finite(tensors: list[Tensor], source: str) -> list[Finding]:
     """A problem for each tensor with values that are not finite, which come from `source`."""
-    found = [(_about(t), int((~_values(t).isfinite()).sum()), t.numel()) for t in tensors if not _is_finite(t)]
+    counts = [(_about(t), int((~_values(t).isfinite()).sum()), t.numel()) for t in tensors if not _is_finite(t)]
     advice = f"look into {source}"
-    return [Finding(WRONG, f"{about}; {n} of {size} values are NaN or infinite", advice) for about, n, size in found]
+    return [Finding(WRONG, f"{about}; {n} of {size} values are NaN or infinite", advice) for about, n, size in counts]
 
 
 def _looks_like_pixels(t: Tensor) -> bool:

@@ -2,7 +2,7 @@
 
 The kernel ends the ranks themselves (see rank_main.py), but not the programs that a script has started. Each rank is
 the leader of a process group, to which these belong, and one guard for all ranks of a launcher knows the groups: they
-are its arguments. It is in a session of its own, so that what is sent to the launcher's group does not reach it.
+are its arguments. It is in a separate session, so that what is sent to the launcher's group does not reach it.
 """
 
 import os
@@ -20,7 +20,7 @@ def main() -> None:
     for group in groups:  # the pipe is closed: the launcher has ended
         try:
             os.killpg(int(group), signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):  # nothing is left of it
+        except (ProcessLookupError, PermissionError):  # The group has no process left.
             pass
 
 

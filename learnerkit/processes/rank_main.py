@@ -115,15 +115,20 @@ def run_as_main(arguments: list[str]) -> None:
         replace_first_path(os.getcwd())
         spec, code = find_main(name)
         sys.argv[0] = path = str(spec.origin)
-        found = {"__spec__": spec, "__loader__": spec.loader, "__package__": spec.parent, "__cached__": spec.cached}
+        attributes = {
+            "__spec__": spec,
+            "__loader__": spec.loader,
+            "__package__": spec.parent,
+            "__cached__": spec.cached,
+        }
     else:
         sys.argv = arguments
         replace_first_path(os.path.dirname(os.path.realpath(arguments[0])))
         path = os.path.abspath(arguments[0])
         loader = SourceFileLoader("__main__", path)
         code = compile(loader.get_data(path), path, "exec", dont_inherit=True)
-        found = {"__loader__": loader, "__cached__": None}
-    vars(main_module).update(found, __file__=path)
+        attributes = {"__loader__": loader, "__cached__": None}
+    vars(main_module).update(attributes, __file__=path)
     exec(code, vars(main_module))
 
 

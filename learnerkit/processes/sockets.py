@@ -19,13 +19,13 @@ from typing import Any
 
 from learnerkit.processes.machine import LOOPBACK
 
-ECHO = b"\r\n\r\n"  # what the store is to send back; to a server that reads lines it ends a request, which it refuses
+ECHO = b"\r\n\r\n"  # The store sends this back; a server that reads lines takes it for the end of a bad request.
 PING = struct.pack("=BIB", 0, 0x3C85F7CE, 13) + ECHO  # VALIDATE with its number, PING with a number to return
 TESTED = (2, 15)  # stores of torch up to this release answer the ping; one of a later release is asked first
 CONNECT_SECONDS = 2.0
-ANSWER_SECONDS = 20.0  # for the answer of a store, whose machine may be busy
+ANSWER_SECONDS = 20.0  # the time for the answer of a store, whose machine may be busy
 PROMPT_SECONDS = 0.5  # the least to wait: a store takes milliseconds on a machine that is not busy
-OWN_SECONDS = 5.0  # for a store in this process
+OWN_SECONDS = 5.0  # the time for a store in this process
 RETRY_SECONDS = 1.0  # between two connections to a port that closes them
 
 

@@ -102,9 +102,9 @@ def find_batch_size(learn: "Learner", share: float = 0.9, bs: int | None = None)
     parallel.warn_outside_context(learn)
     together = distributed.world_size() > 1 and member_of(learn.cbs) is not None
     with nullcontext() if together else distributed.alone():
-        found = _Search(learn, share, bs).run()
-    learn.say(str(found))
-    return found
+        result = _Search(learn, share, bs).run()
+    learn.say(str(result))
+    return result
 
 
 class _Search:
@@ -337,9 +337,9 @@ def _lengths(ds: Any) -> Tensor | None:
     if isinstance(ds, Subset):
         inner = _lengths(ds.dataset)
         return None if inner is None else inner[torch.as_tensor(ds.indices)]
-    found: Any = getattr(ds, "lengths", None)
-    is_row = isinstance(found, Tensor | Sequence) or hasattr(found, "__array_interface__")
-    return torch.as_tensor(found) if is_row and len(found) == loader_len(ds) else None
+    lengths: Any = getattr(ds, "lengths", None)
+    is_row = isinstance(lengths, Tensor | Sequence) or hasattr(lengths, "__array_interface__")
+    return torch.as_tensor(lengths) if is_row and len(lengths) == loader_len(ds) else None
 
 
 def _size(part: Any) -> int:
@@ -362,13 +362,13 @@ def _held(learn: "Learner") -> Iterator[Tensor]:
 @collective
 def _on_all_ranks(call: Callable[[], _T]) -> list[_T]:
     """Return what `call()` gives on each rank; an error on one is an error on all."""
-    found: Any = None
+    result: Any = None
     error: Exception | None = None
     try:
-        found = call()
+        result = call()
     except Exception as e:
         error = e
-    everyone = distributed.all_gather((found, "" if error is None else in_one_line(error)))
+    everyone = distributed.all_gather((result, "" if error is None else in_one_line(error)))
     if error is not None:
         raise error
     for rank, (_, reason) in enumerate(everyone):

@@ -34,8 +34,8 @@ class StepCost(NamedTuple):
         single: seconds of a step in a process that is the only one, with the threads that it has or could have.
         alone: seconds on one rank, with a rank's threads, while the others wait.
         together: seconds when all ranks compute at the same time and send no gradients.
-        at_once: how many ranks can compute at a time: the machine's cores by a rank's threads; `None`: each rank has a
-            device of its own.
+        at_once: how many ranks can compute at a time: the machine's cores by a rank's threads; `None`: each rank has
+            its own device.
         batch: samples of a rank's step.
         sent: bytes of each bucket of gradients, in the order in which they are sent.
         link: the link between ranks; `None`: there was one process only, and no second could be started.
@@ -138,10 +138,10 @@ def cost_in_forks(learn: "Learner", n_steps: int, step: Pace, timeout: float = 1
     """
     n = max(n_steps, min(200, int(0.5 / step.seconds)))
     jobs = [partial(_measure_as_rank, learn, n, timeout, rank) for rank in range(2)]
-    found = run_in_forks(jobs, time.monotonic() + timeout)
-    if failed := [each for each in found if isinstance(each, ExceptionReport)]:
+    results = run_in_forks(jobs, time.monotonic() + timeout)
+    if failed := [each for each in results if isinstance(each, ExceptionReport)]:
         raise RuntimeError(cause(min(failed, key=lambda each: each.order).traceback))
-    return StepCost.from_json(found[0])._replace(single=step.seconds)
+    return StepCost.from_json(results[0])._replace(single=step.seconds)
 
 
 @collective

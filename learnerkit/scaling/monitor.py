@@ -94,13 +94,13 @@ class ScalingMonitor(Callback):
             if end.query():  # The host does not wait for events that are not over.
                 self._exposed += start.elapsed_time(end) / 1e3
         rank = distributed.rank() if self.learn.n_ranks > 1 else 0
-        found = torch.zeros(len(self._busy) + 3, dtype=torch.float64)
-        found[rank] = seconds - self._exposed
-        found[-3:] = torch.tensor([self._samples, seconds, self._input + self._exposed])
+        sums = torch.zeros(len(self._busy) + 3, dtype=torch.float64)
+        sums[rank] = seconds - self._exposed
+        sums[-3:] = torch.tensor([self._samples, seconds, self._input + self._exposed])
         if self.learn.n_ranks > 1:
-            found = distributed.reduce(found, among="votes")
-        self._busy += found[:-3]
-        samples, total, waited = found[-3:].tolist()
+            sums = distributed.reduce(sums, among="votes")
+        self._busy += sums[:-3]
+        samples, total, waited = sums[-3:].tolist()
         self.learn.log_metric("samples_per_second", samples / (total / len(self._busy)))
         self.learn.log_metric("waiting", waited / total)
         self._clear()

@@ -157,7 +157,7 @@ class GradientNoiseScale(Callback):
 
     def _forget(self) -> None:
         self._steps = 0
-        self._rows: list[Measured] = []  # of all ranks, in the order of their steps
+        self._rows: list[Measured] = []  # the rows of all ranks, in the order of their steps
         self._own = HostScalars()  # this rank's newer rows, one number after the other
         self._row: dict[str, Any] | None = None  # the step that is being measured
         self._norms: dict[int, Tensor] = {}  # norms of the gradients in the current backward pass

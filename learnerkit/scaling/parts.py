@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 INPUT, COPY, FORWARD, BACKWARD = "waiting for input", "copying to the device", "forward", "backward"
 REDUCE, OPTIMIZER, REST = "exposed all-reduce", "optimizer", "the rest"
-GATHER, SCATTER = "all-gather", "reduce-scatter"  # of a sharded model
+GATHER, SCATTER = "all-gather", "reduce-scatter"  # the collectives of a sharded model
 
 PARTS = (INPUT, COPY, FORWARD, BACKWARD, REDUCE, OPTIMIZER, REST)
-"""The parts of every step but for the callbacks, each of which is one by its name."""
+"""The parts of every step, without the callbacks, each of which is a part by its name."""
 
 _SENT = (REDUCE, GATHER, SCATTER)
 
@@ -48,7 +48,7 @@ def waiter(device: torch.device) -> Callable[[], None]:
         return lambda: None
     if device.type == "mps":
         return torch.accelerator.synchronize
-    # One stream: collectives have streams of their own, and their time is not that of what came before them.
+    # Wait for this stream only: collectives have other streams, whose time must not count for what came before.
     return lambda: torch.accelerator.current_stream(device).synchronize()
 
 

@@ -70,7 +70,7 @@ def step_of(learn: "Learner", cbs: Any = None) -> Step:
 
 
 def ranks_of(learn: "Learner", cbs: list) -> tuple[int, bool, bool]:
-    """Return how many ranks train together, whether they cut batches, and whether each has data of its own."""
+    """Return how many ranks train together, whether they cut batches, and whether each has separate data."""
     if (workers := learn._workers) is not None:  # A notebook has workers.
         options = workers.options
         return workers.nproc, options.get("split_batches", False), options.get("sharded", False)
@@ -86,8 +86,8 @@ def batch_samples(dls: DataLoaders) -> int | None:
     if isinstance(dl, list | tuple) and dl:  # It is a list of batches.
         return dls.count(dl[0])
     places = (dl, *samplers_of(dl)[:1])  # a loader without a size has a sampler that gives whole batches
-    found = [getattr(place, "batch_size", None) for place in places]
-    return next((size for size in found if isinstance(size, int) and size > 0), None)
+    sizes = [getattr(place, "batch_size", None) for place in places]
+    return next((size for size in sizes if isinstance(size, int) and size > 0), None)
 
 
 def _epoch_samples(dl: Any, size: int) -> int | None:
@@ -204,7 +204,7 @@ def _for_optimizer(learn: "Learner", value: Any, opt: Optimizer, samples: int) -
         rules.setdefault((rate.at, rule), []).append(rate)
         return rate.scaled(RULES[rule](samples / rate.at))
 
-    found = optim.map_rates(scale, value)
+    scaled = optim.map_rates(scale, value)
     for (at, rule), rates in rules.items() if learn.task in (None, "fit") else ():
         factor, before = RULES[rule](samples / at), [rate.lr for rate in rates]
         after = [f"{lr * factor:.3g}" for lr in before if not callable(lr)]
@@ -213,7 +213,7 @@ def _for_optimizer(learn: "Learner", value: Any, opt: Optimizer, samples: int) -
             f"{' = ' if after else ''}{first_few(after)}: {samples} samples a step, rather than {at} "
             f"({rule} rule, {type(opt).__name__})"
         )
-    return found
+    return scaled
 
 
 def _rule(rate: ScaledLR, opt: Optimizer) -> str:

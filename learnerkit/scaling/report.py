@@ -158,19 +158,19 @@ class ScalingReport:
             yield "so one process does as well: a step is too short for what its gradients cost to exchange"
 
     def _slowest_rank(self) -> Iterator[str]:
-        found = self.slowest
-        if found is None:
+        slow = self.slowest
+        if slow is None:
             return
         others = "the other waits" if self.ranks == 2 else "the others wait"
         yield (
-            f"rank {found.rank} is the slowest: {others} for it, which costs {_ms(found.cost)} of each step "
-            f"({found.cost / max(self.walls):.0%})"
+            f"rank {slow.rank} is the slowest: {others} for it, which costs {_ms(slow.cost)} of each step "
+            f"({slow.cost / max(self.walls):.0%})"
         )
-        if found.part:
-            yield f"    its '{found.part}' takes {_ms(found.seconds)} longer than elsewhere: {_advice(found.part)}"
+        if slow.part:
+            yield f"    its '{slow.part}' takes {_ms(slow.seconds)} longer than elsewhere: {_advice(slow.part)}"
         else:
             yield (
-                f"    all that it computes takes longer, {_ms(found.seconds)} in all: a slower device, or other "
+                f"    all that it computes takes longer, {_ms(slow.seconds)} in all: a slower device, or other "
                 "programs on it"
             )
 

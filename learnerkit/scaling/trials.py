@@ -114,8 +114,8 @@ def pace(learn: "Learner", n_steps: int, **kwargs: Any) -> Pace:
     """Run a trial, and return the pace of all ranks."""
     clock = Clock(learn, n_steps)
     run_trial(learn, clock, **kwargs)
-    found = distributed.all_gather((sum(clock.seconds), sum(clock.samples), len(clock.seconds)))
-    return Pace(max(s / n for s, _, n in found), sum(samples / n for _, samples, n in found))
+    ranks = distributed.all_gather((sum(clock.seconds), sum(clock.samples), len(clock.seconds)))
+    return Pace(max(s / n for s, _, n in ranks), sum(samples / n for _, samples, n in ranks))
 
 
 @collective
@@ -133,15 +133,15 @@ def pace_alone(learn: "Learner", n_steps: int, seconds: float, threads: int | No
     """
     key = f"scaling/{distributed.count_call('scaling')}"
     if not distributed.is_main():
-        found = json.loads(distributed.hear(key, seconds))
-        return found if isinstance(found, str) else Pace(*found)
+        result = json.loads(distributed.hear(key, seconds))
+        return result if isinstance(result, str) else Pace(*result)
     answer: Any = "rank 0 was interrupted"
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(threads or before)
         with distributed.alone(), learn.removed_cbs(DistributedCallback):
             first = Clock(learn, 1)
-            with distributed.no_collectives("a step in one process"):  # else it would wait for ranks that do not come
+            with distributed.no_collectives("a step in one process"):  # The others take no step.
                 run_trial(learn, first)
             answer = pace(learn, n_steps)
     except Exception as error:
@@ -155,15 +155,15 @@ def pace_alone(learn: "Learner", n_steps: int, seconds: float, threads: int | No
 @collective
 def attempt(run: Callable[[], Pace]) -> tuple[Pace | None, str]:
     """Return the pace of a trial, or why it could not be run on some rank."""
-    found: Pace | None = None
+    result: Pace | None = None
     reason = ""
     try:
-        found = run()
+        result = run()
     except Exception as error:
         reason = in_one_line(error)
     reasons = distributed.all_gather(reason)
     reason = next(filter(None, reasons), "")
-    return (None, reason) if reason else (found, "")
+    return (None, reason) if reason else (result, "")
 
 
 @contextmanager

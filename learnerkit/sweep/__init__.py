@@ -32,7 +32,7 @@ def report(metric: str) -> "Report":
     Raises:
         ValueError: the search optimizes another one.
     """
-    from learnerkit.sweep.callback import Report  # which needs torch
+    from learnerkit.sweep.callback import Report  # This import needs torch.
 
     return Report(metric)
 

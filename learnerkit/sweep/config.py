@@ -30,7 +30,7 @@ def optuna() -> Any:
         ImportError: it is not installed.
     """
     try:
-        with warnings.catch_warnings(action="ignore"):  # in a notebook tqdm, which Optuna imports, wants ipywidgets
+        with warnings.catch_warnings(action="ignore"):  # In a notebook Optuna's tqdm warns without ipywidgets.
             import optuna
             import optuna.study
     except ImportError as error:
@@ -115,12 +115,12 @@ def read_json(path: Path) -> Any:
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        entries: dict[str, Any] = {}
         for name, value in pairs:
-            if name in found:
+            if name in entries:
                 raise ConfigError(f"{path}: {shown(name)} is given twice in one object; leave one out")
-            found[name] = value
-        return found
+            entries[name] = value
+        return entries
 
     def whole(digits: str) -> float:  # Python refuses to read thousands of digits as an integer
         return int(digits) if len(digits) <= 600 else float(digits)
@@ -333,7 +333,7 @@ class Config:
         """Make the sampler that draws a trial.
 
         Args:
-            number: how many trials there were before. Each draws by a stream of its own, so that two machines with
+            number: how many trials there were before. Each draws from another random stream, so that two machines with
                 one seed do not draw the same values.
         """
         entry = self.data.get("sampler")

@@ -80,14 +80,14 @@ class Sweep:
             FileNotFoundError: it has saved none.
         """
         folder = self.folder / "trials" / str(self.best.number)
-        found = []
+        files = []
         for path in (*folder.rglob("*.pth"), *folder.rglob("*.pt"), *folder.rglob("*.safetensors")):
             is_checkpoint = (path.parent / "manifest.json").exists()
             if not is_checkpoint or path.name == "model.safetensors":  # beside it is the rest of the run
-                found.append((not is_checkpoint, path.stat().st_mtime, path))
-        if not found:
+                files.append((not is_checkpoint, path.stat().st_mtime, path))
+        if not files:
             raise FileNotFoundError(f"the best trial has saved no weights in {folder}")
-        return max(found)[-1]  # what the script has saved by name comes before the files of a checkpoint
+        return max(files)[-1]  # A file saved by name counts more than one of a checkpoint.
 
     def plot(self) -> Any:
         """Plot the values of all trials, how important each parameter is, and the value over each parameter.
@@ -114,8 +114,8 @@ class Sweep:
             history.plot([row.number for row in kept], [row.value for row in kept], marker, label=state)
         history.set(xlabel="trial", ylabel=metric, title="Trials")
         history.legend()
-        found = self.importances()
-        shares.barh(list(found)[::-1], list(found.values())[::-1])
+        by_name = self.importances()
+        shares.barh(list(by_name)[::-1], list(by_name.values())[::-1])
         shares.set(title="Importance")
         for name, ax in zip(names, bottom.subplots(1, len(names), sharey=True, squeeze=False)[0], strict=True):
             parameter, kept = self.config.parameters[name], [row for row in rows if row.state == "complete"]
@@ -134,9 +134,9 @@ def importances(study: Any) -> dict[str, float]:
     By PED-ANOVA (Watanabe et al., "PED-ANOVA: Efficiently Quantifying Hyperparameter Importance in Arbitrary
     Subspaces", 2023), which needs no scikit-learn.
     """
-    found = optuna().importance
+    importance = optuna().importance
     try:
         with warnings.catch_warnings(action="ignore"):
-            return dict(found.get_param_importances(study, evaluator=found.PedAnovaImportanceEvaluator()))
+            return dict(importance.get_param_importances(study, evaluator=importance.PedAnovaImportanceEvaluator()))
     except (ValueError, RuntimeError):
         return {}

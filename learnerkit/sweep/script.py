@@ -69,5 +69,5 @@ class Trial:
 
 def place() -> dict[str, Any] | None:
     """Return the place of the trial that this process runs; `None`: it runs none."""
-    found: dict[str, Any] | None = json.loads(os.environ.get(TRIAL, "null"))
-    return found
+    value: dict[str, Any] | None = json.loads(os.environ.get(TRIAL, "null"))
+    return value

@@ -23,7 +23,7 @@ from typing import Any
 from learnerkit.sweep.config import Config, ConfigError, Section, make_config, optuna, read_json
 from learnerkit.text import in_one_line
 
-NAME = "sweep"  # of the study in the journal
+NAME = "sweep"  # the name of the study in the journal
 
 
 class JournalError(ValueError):
@@ -39,7 +39,7 @@ class FileLock:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._among_threads = threading.Lock()  # on NFS a process has a lock as a whole
+        self._among_threads = threading.Lock()  # On NFS a lock belongs to the whole process.
         self._opened = -1
 
     def acquire(self) -> bool:
@@ -207,7 +207,7 @@ class Study:
                 self.study.sampler = self.config.sampler(len(trials))
             try:
                 trial = self.study.ask(self._distributions)
-            except Exception as error:  # of any class: Optuna checks some options when they are used
+            except Exception as error:  # It may be of any class: Optuna checks some options late.
                 raise ConfigError(f"sampler: it cannot draw values ({in_one_line(error)})") from error
             lock = try_lock(self._running(trial.number))
             self._own.add(trial.number)
@@ -283,8 +283,8 @@ class Study:
         return self.folder / "running" / str(key)
 
     def _trials(self) -> list[Any]:
-        found: list[Any] = self.study.get_trials(deepcopy=False)
-        return found
+        trials: list[Any] = self.study.get_trials(deepcopy=False)
+        return trials
 
     def reported(self, run: Run) -> tuple[float | None, bool]:
         """Return what a trial has reported last, and whether it was pruned."""
@@ -341,15 +341,15 @@ def rows_of(study: Any) -> list[Row]:
         if row.state == "complete":
             row.value = trial.value
         if trial.datetime_start and row.state != "waiting":
-            ended = trial.datetime_complete or datetime.now()  # by another machine's clock, perhaps
+            ended = trial.datetime_complete or datetime.now()  # Another machine's clock may differ.
             row.seconds = max(0.0, (ended - trial.datetime_start).total_seconds())
     return list(rows.values())
 
 
 def best_of(rows: list[Row], maximize: bool) -> Row | None:
     """Return the complete trial with the best value."""
-    found = [row for row in rows if row.state == "complete" and row.value is not None and not math.isnan(row.value)]
-    return (max if maximize else min)(found, key=lambda row: row.value or 0.0, default=None)
+    complete = [row for row in rows if row.state == "complete" and row.value is not None and not math.isnan(row.value)]
+    return (max if maximize else min)(complete, key=lambda row: row.value or 0.0, default=None)
 
 
 def read_plan(folder: Path) -> tuple[Config, dict[str, Any]]:

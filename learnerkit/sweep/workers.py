@@ -1,4 +1,4 @@
-"""The processes of trials: as many at once as there are slots, each started and watched as a launch of its own."""
+"""The processes of trials: as many at once as there are slots, each started and watched as a separate launch."""
 
 import json
 import math
@@ -37,7 +37,7 @@ class Command:
         nproc: the number of ranks.
         as_arguments: pass the values as arguments of the script, such as --lr 0.01.
         start: the folder in which the search was begun.
-        here: trials run in that folder, rather than in one of their own.
+        here: trials run in that folder, rather than each in its own.
         search: an id of the search that is the same on all machines, wherever its directory is mounted.
     """
 
@@ -232,7 +232,7 @@ def last_value(lines: Iterable[str], metric: str) -> float | None:
             column, n_columns = cells.index(metric), len(cells)
         elif len(cells) == n_columns and re.fullmatch(NUMBER, cells[column]):
             n_numbers = sum(bool(re.match(NUMBER, cell)) for cell in cells)
-            if n_numbers > n_columns / 2:  # in 'saved in 0.5 s' there is one alone
+            if n_numbers > n_columns / 2:  # 'saved in 0.5 s' has just one number
                 value = float(cells[column])
     return value
 

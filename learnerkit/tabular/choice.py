@@ -42,29 +42,29 @@ def look(column: "Series", whole: "Series") -> Seen:
     if is_any_real_numeric_dtype(column.dtype):
         return _look_at_numbers(column)
     try:
-        _, found = distinct(column)
+        _, values = distinct(column)
     except ValueError:
         return Seen("", "neither text, numbers, truth values nor timestamps")
-    if len(found) < 2 and (not found or column.notna().all()):
-        return Seen("", "one value" if found else "no values")
+    if len(values) < 2 and (not values or column.notna().all()):
+        return Seen("", "one value" if values else "no values")
     if column.dtype.kind == "M":
-        return Seen("cats") if len(found) <= FEW else _DATES
+        return Seen("cats") if len(values) <= FEW else _DATES
     texts = texts_in(column)
     if column.dtype != "category" and len(texts):
         numbers = read_numbers(texts)
         there = numbers[np.isfinite(numbers)]
-        is_few = len(found) <= FEW and (there == np.round(there)).all()
-        has_codes = any(re.match(r"\s*0\d", str(value)) for value in found)  # such as 02134
+        is_few = len(values) <= FEW and (there == np.round(there)).all()
+        has_codes = any(re.match(r"\s*0\d", str(value)) for value in values)  # such as 02134
         if len(there) >= NEARLY_ALL * len(texts) and not is_few and not has_codes:
             cells = no_numbers(whole)
             return Seen("conts", told=f"text, read as numbers; {cells}{'; ' * bool(cells)}conts= or cats= settles it")
-        if len(found) > FEW and not len(there) and ways_to_read(texts):
+        if len(values) > FEW and not len(there) and ways_to_read(texts):
             return _DATES
-    if len(found) > max(FEW, len(column) / 2):
+    if len(values) > max(FEW, len(column) / 2):
         share = float(np.isfinite(read_numbers(texts)).mean()) if len(texts) else 0.0
         cells = f", and {share:.0%} of it is numbers; {no_numbers(whole)}" if share > 0.5 else ""
         return Seen("", f"text that differs in most rows{cells}")
-    return Seen("cats", told=_spellings(found))
+    return Seen("cats", told=_spellings(values))
 
 
 _DATES = Seen("", "dates: dates=[...] takes their parts")

@@ -34,11 +34,11 @@ class Categories:
     @classmethod
     def of(cls, column: "Series") -> "Categories":
         """Find the categories of a column: its values, sorted, or in the order of a categorical column."""
-        _, found = distinct(column)
+        _, values = distinct(column)
         if column.dtype == "category":
-            there = set(found)
+            there = set(values)
             return cls(column.name, tuple(value for value in column.cat.categories.tolist() if value in there))
-        return cls(column.name, tuple(sorted(found, key=lambda value: (_kind(value), value))))
+        return cls(column.name, tuple(sorted(values, key=lambda value: (_kind(value), value))))
 
     def encode(self, column: "Series") -> np.ndarray:
         """Return the number of each value, int64.
@@ -49,15 +49,15 @@ class Categories:
             ValueError: none of the values is of a kind (text, numbers, timestamps) that was there in training.
         """
         before = {_kind(value) for value in self.values}
-        codes, found = distinct(with_numbers(column) if before == {"numbers"} else column)
-        now = {_kind(value) for value in found}
+        codes, values = distinct(with_numbers(column) if before == {"numbers"} else column)
+        now = {_kind(value) for value in values}
         if before and now and before.isdisjoint(now):
             raise ValueError(
                 f"column {self.name!r} held {' and '.join(before)} in training, such as {self.values[0]!r}, and now "
-                f"{' and '.join(now)}, such as {found[0]!r}; give it the type that it had"
+                f"{' and '.join(now)}, such as {values[0]!r}; give it the type that it had"
             )
         numbers = {value: i for i, value in enumerate(self.values, 1)}
-        return np.array([*(numbers.get(value, 0) for value in found), 0], np.int64)[codes]  # a missing one has code -1
+        return np.array([*(numbers.get(value, 0) for value in values), 0], np.int64)[codes]  # a missing one has code -1
 
     def decode(self, number: int) -> Any:
         """Return the value of a number; `None` for 0."""
@@ -155,8 +155,8 @@ def distinct(column: "Series") -> tuple[np.ndarray, list]:
     import pandas as pd
 
     try:
-        codes, found = pd.factorize(column)
-        values = [value.item() if isinstance(value, np.generic) else value for value in found.tolist()]
+        codes, uniques = pd.factorize(column)
+        values = [value.item() if isinstance(value, np.generic) else value for value in uniques.tolist()]
     except TypeError:  # values that cannot be compared, such as lists
         codes, values = np.zeros(0), column.dropna().tolist()
     for value in values:
@@ -168,7 +168,7 @@ def distinct(column: "Series") -> tuple[np.ndarray, list]:
     return codes, values
 
 
-_NUMBER = re.compile(r"[+-]?((0|[1-9]\d*)(\.\d*)?|\.\d+)([eE][+-]?\d+)?")  # not 0123, which is a code
+_NUMBER = re.compile(r"[+-]?((0|[1-9]\d*)(\.\d*)?|\.\d+)([eE][+-]?\d+)?")  # 0123 is none, but a code
 
 
 def holds_text(column: "Series") -> bool:
@@ -188,8 +188,8 @@ def read_numbers(column: "Series") -> np.ndarray:
             return float(value) if _NUMBER.fullmatch(value.strip()) else math.nan
         return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
 
-    codes, found = distinct(column)
-    return np.array([*map(number, found), math.nan])[codes]  # a missing one has code -1
+    codes, values = distinct(column)
+    return np.array([*map(number, values), math.nan])[codes]  # a missing one has code -1
 
 
 def with_numbers(column: "Series") -> "Series":

@@ -100,7 +100,7 @@ class TabularData:
             ValueError: columns that are not there or cannot be used, a target with missing values, or with a class that
                 is in the validation part alone.
         """
-        frame = _as_frame(df).reset_index(drop=True)  # so that rows are named by their numbers
+        frame = _as_frame(df).reset_index(drop=True)  # Rows are then named by their numbers.
         named = [*(cats or ()), *(conts or ()), *(dates := list(dates))]
         _check_columns(frame, [y, *named])
         by_values = look(frame[y], frame[y])
@@ -244,7 +244,7 @@ class TabularData:
     # Files
 
     def to_json(self) -> str:
-        """Return all but the rows as JSON, which `from_json` reads; no category and no bit of a number is lost."""
+        """Return all but the rows as JSON, which `from_json` reads; it has every category and every bit of a number."""
         kind = "numbers" if self.classes is None else "classes"
         facts = {
             "cats": [column.as_json() for column in self.cats],
@@ -256,7 +256,7 @@ class TabularData:
 
     @classmethod
     def from_json(cls, text: str) -> "TabularData":
-        """Read what `to_json` wrote: the same but for the rows."""
+        """Read what `to_json` wrote: the same data without the rows."""
         facts = json.loads(text)
         cats, conts = map(Categories.from_json, facts["cats"]), map(Numbers.from_json, facts["conts"])
         ((kind, target),) = facts["target"].items()
@@ -328,10 +328,10 @@ def _to_look_at(told: Mapping[Any, str], n: int = 10) -> list[str]:
 
 
 def _stack(columns: list[np.ndarray], n: int, dtype: Any) -> Tensor:
-    found = np.empty((n, len(columns)), dtype)
+    stacked = np.empty((n, len(columns)), dtype)
     for i, column in enumerate(columns):
-        found[:, i] = column
-    return torch.from_numpy(found)
+        stacked[:, i] = column
+    return torch.from_numpy(stacked)
 
 
 def _as_frame(rows: Rows) -> "DataFrame":

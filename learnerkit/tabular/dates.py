@@ -78,11 +78,11 @@ class Dates:
                     f"pandas.to_datetime(df[{self.name!r}], errors='coerce', format=...)"
                 )
             times = read.reindex(column.index)
-        found: dict[str, Any] = {part: getattr(times.dt, part, None) for part in (*CATEGORIES, *NUMBERS)}
-        found["week"] = times.dt.isocalendar().week
-        found["elapsed"] = (times - pd.Timestamp(0, tz=times.dt.tz)) / pd.Timedelta(days=1)
+        columns: dict[str, Any] = {part: getattr(times.dt, part, None) for part in (*CATEGORIES, *NUMBERS)}
+        columns["week"] = times.dt.isocalendar().week
+        columns["elapsed"] = (times - pd.Timestamp(0, tz=times.dt.tz)) / pd.Timedelta(days=1)
         return pd.DataFrame(
-            {f"{self.name}_{part}": values.convert_dtypes().mask(times.isna()) for part, values in found.items()}
+            {f"{self.name}_{part}": values.convert_dtypes().mask(times.isna()) for part, values in columns.items()}
         )
 
     def as_json(self) -> dict[str, Any]:
