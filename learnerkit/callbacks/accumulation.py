@@ -148,7 +148,7 @@ class GradientAccumulation(Callback):
             self._step_if_due(self._mean)
 
     def state_dict(self) -> dict[str, Any]:
-        """The steps of the epoch so far: a checkpoint is taken between two steps, never inside one."""
+        """Return the steps of the epoch so far: a checkpoint is taken between two steps, never inside one."""
         return {"steps": self._steps, "step_batches": self.learn.step_batches}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

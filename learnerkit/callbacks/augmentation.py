@@ -37,13 +37,13 @@ class _Drawing(Callback):
             self._seeds[False] = draw_seed()  # A fit restores the generator afterwards.
 
     def _seed(self, *more: Any) -> int:
-        "The seed of this batch on this rank."
+        "Return the seed of this batch on this rank."
         learn = self.learn
         rank = distributed.rank() if learn.n_ranks > 1 else 0
         return seeds.mixed_seed(self._seeds.get(learn.training, 0), learn.iter, rank, *more)
 
     def _stream(self) -> AbstractContextManager:
-        "A context in which this callback draws from its own stream."
+        "Return a context in which this callback draws from its own stream."
         others = [cb for cb in self.learn.cbs if isinstance(cb, _Drawing)]
         return seeds.own_stream(self._seed(others.index(self)), self.learn.dls.device)
 

@@ -65,7 +65,7 @@ class _Averaging(Callback):
         learn.as_validated = self._in_model
 
     def _chosen(self, model: nn.Module) -> dict[str, Tensor]:
-        "The tensors to average, by name."
+        "Return the tensors to average, by name."
         raise NotImplementedError
 
     def before_train(self) -> None:
@@ -157,7 +157,7 @@ class _Averaging(Callback):
         self._forget()
 
     def state_dict(self) -> dict[str, Any]:
-        """The average, and how often it was updated."""
+        """Return the average, and how often it was updated."""
         return {"n": self.n_averaged, "average": dict(self._average) if self.n_averaged else {}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -553,5 +553,5 @@ class _Statistics(Callback):
 
 
 def _tracking(model: nn.Module) -> Iterator[Any]:
-    """The BatchNorms of a model that have running statistics."""
+    """Return the BatchNorms of a model that have running statistics."""
     return (m for m in unwrap(model).modules() if isinstance(m, BatchNorm) and m.running_mean is not None)

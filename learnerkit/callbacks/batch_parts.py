@@ -106,7 +106,7 @@ class Batches:
         return -(-self.size * max(part.rows for part in self.cut) // self.rows)
 
     def changed_buffers(self) -> list[dict[str, Any]]:
-        """The buffer tables of the modules whose buffers the passes over the parts have changed."""
+        """Return the buffer tables of the modules whose buffers the passes over the parts have changed."""
         return self._buffers.changed() if self._buffers is not None else []
 
     # The learner's methods
@@ -302,7 +302,7 @@ class Batches:
 
     @contextmanager
     def _passes(self) -> Iterator[dict[Tensor, Tensor]]:
-        """A context for passes over the parts; yields a dict that has the gradients at its end."""
+        """Return a context for passes over the parts; yields a dict that has the gradients at its end."""
         learn, gradients = self.learn, dict[Tensor, Tensor]()
         params = self._trained()
         before, batch = [p.grad for p in params], learn.batch

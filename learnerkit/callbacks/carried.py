@@ -141,7 +141,7 @@ class CarriedState(Callback):
         return ((*args, state), kwargs) if args else (args, kwargs | {"state": state})
 
     def _before(self, args: tuple, kwargs: dict) -> Any:
-        "The state that a forward pass begins with; a batch may have several passes, as with a closure."
+        "Return the state that a forward pass begins with; a batch may have several passes, as with a closure."
         learn, n = self.learn, self.learn.batch_size
         if not n:  # This rank has no rows in this step, or a stand-in sample.
             counts = row_counts(args or (kwargs,), parted(learn.dls.batch_dim, (), len(args), 0)[0])
@@ -185,7 +185,7 @@ class CarriedState(Callback):
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of this rank's rows."""
+        """Return the state of this rank's rows."""
         return {"own": {"state": self._state}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

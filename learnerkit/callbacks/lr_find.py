@@ -175,7 +175,7 @@ Values = Tensor | np.ndarray
 
 
 def valley(lrs: Values, losses: Values, num_it: int) -> float:
-    """The rate half-way down the longest valley: the longest decreasing subsequence of the losses.
+    """Return the rate half-way down the longest valley: the longest decreasing subsequence of the losses.
 
     It is the rate in the middle of the valley's middle third, as in fastai, which took it from arcgis.learn.
     """
@@ -193,7 +193,7 @@ def valley(lrs: Values, losses: Values, num_it: int) -> float:
 def slide(
     lrs: Values, losses: Values, num_it: int, lr_diff: int = 15, thresh: float = 0.005, adjust_value: float = 1.0
 ) -> float:
-    """The rate at the left end of a window that slides from the right until the slopes at its two ends are similar.
+    """Return the rate left of a window that slides from the right until the slopes at its ends are similar.
 
     The method is AdaptNLP's interval slide rule (https://novetta.github.io/adaptnlp).
 
@@ -214,12 +214,12 @@ def slide(
 
 
 def minimum(lrs: Values, losses: Values, num_it: int) -> float:
-    """A tenth of the rate with the lowest loss."""
+    """Return a tenth of the rate with the lowest loss."""
     return float(lrs[losses.argmin()]) / 10
 
 
 def steep(lrs: Values, losses: Values, num_it: int) -> float:
-    """The rate at which the loss falls fastest as a function of the logarithm of the rate."""
+    """Return the rate at which the loss falls fastest as a function of the logarithm of the rate."""
     lrs, losses = np.asarray(lrs), np.asarray(losses)
     return float(lrs[:-1][(np.diff(losses) / np.diff(np.log(lrs))).argmin()])
 

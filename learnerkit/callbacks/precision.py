@@ -181,7 +181,7 @@ class MixedPrecision(Callback):
         self.scaler = self._gate = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The scale. A host-device sync."""
+        """Return the scale. A host-device sync."""
         return {"skipped": self.skipped, "scaler": self.scaler.state_dict() if self.scaler is not None else {}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -272,7 +272,7 @@ class GradientClip(Callback):
 
     @collective
     def _norms_of_each(self, grads: list[Tensor]) -> list[Tensor]:
-        "The norm of each gradient."
+        "Return the norm of each gradient."
         norms, p = norms_of_each(list(map(local, grads)), self.norm_type), self.norm_type
         if shards := [i for i, grad in enumerate(grads) if is_shard(grad)]:
             row = torch.stack([norms[i] for i in shards])
@@ -371,7 +371,7 @@ class _StepGate:
 
 
 def _parameters(learn: "Learner") -> list[Tensor]:
-    """The parameters of all optimizers that have gradients, each once."""
+    """Return the parameters of all optimizers that have gradients, each once."""
     return [p for p in dict.fromkeys(optim.parameters_of(learn.opts)) if p.grad is not None]
 
 

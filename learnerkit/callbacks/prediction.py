@@ -245,7 +245,7 @@ def _refusal(loss_func: Any) -> ValueError:
 
 
 def _class_dim(pred: Any, names: Any) -> int | None:
-    "The dimension of the classes in predictions of a model that makes its own loss; `None` where it has none."
+    "Return the dimension of the classes in predictions of a model that makes its own loss; `None` where it has none."
     if not isinstance(pred, Tensor) or pred.ndim < 2 or names is None:
         return None
     if callable(names):

@@ -65,7 +65,7 @@ class LossMeter:
                 meter.counts.poll()
 
     def on_host(self) -> list[float | None]:
-        """The losses that have arrived on the host, `None` where nothing was counted; never waits."""
+        """Return the losses that have arrived on the host, `None` where nothing was counted; never waits."""
         return [loss if n else None for loss, n in zip(self.losses.poll(), self.counts.poll(), strict=False)]
 
     @collective
@@ -86,7 +86,7 @@ class LossMeter:
         return totals, counts, self.cancelled
 
     def state_dict(self) -> dict[str, Any]:
-        """The losses and counts of this rank. A host-device sync."""
+        """Return the losses and counts of this rank. A host-device sync."""
         return {
             "losses": list(self.losses.all()), "counts": list(self.counts.all()), "cancelled": list(self.cancelled),
             "steps": self.steps, "parts": {name: part.state_dict() for name, part in self.parts.items()},
@@ -120,7 +120,7 @@ class LossMeter:
 
 
 def _summed(ranks: list[dict[str, Any]], sums: bool) -> Iterator[tuple[float, float]]:
-    """The loss and the count of each step over several ranks, of which some may have taken fewer steps."""
+    """Return the loss and the count of each step over several ranks, of which some may have taken fewer steps."""
     for step in zip_longest(*(zip(rank["losses"], rank["counts"], strict=True) for rank in ranks), fillvalue=(0, 0)):
         count = sum(n for _, n in step)
         total = sum(loss if sums else loss * n for loss, n in step if n)  # A mean of nothing may be NaN.
@@ -192,12 +192,12 @@ class Evaluation:
 
     @collective
     def mean_loss(self) -> float:
-        """The mean loss; every rank must reach this if the data are sharded."""
+        """Return the mean loss; every rank must reach this if the data are sharded."""
         return self.loss.mean(self.weighting.sums, self.sharded)
 
     @collective
     def metrics(self) -> list[float]:
-        """The value of each metric; every rank must reach this if the data are sharded."""
+        """Return the value of each metric; every rank must reach this if the data are sharded."""
         if not (distributed.reduce(self.batches) if self.sharded else self.batches):
             return [float("nan")] * sum(len(meter.columns) for meter in self.meters)
         self._begin()  # This rank may have no data.
@@ -415,7 +415,7 @@ class Recorder(Callback):
         return self._smooth.values
 
     def recent_loss(self) -> float | None:
-        """The last of `recent_losses`."""
+        """Return the last of `recent_losses`."""
         losses = self.recent_losses()
         return losses[-1] if losses else None
 
@@ -519,7 +519,7 @@ class Recorder(Callback):
 
     @collective
     def _columns(self, validation: list[float]) -> list[float]:
-        """The values of a validation, without the loss if the model makes none."""
+        """Return the values of a validation, without the loss if the model makes none."""
         if not math.isnan(validation[0]):  # The values are equal on all ranks.
             return validation
         absent = int(self._valid.weighting.absent)
@@ -824,7 +824,7 @@ def check_monitor(learn: "Learner", name: str) -> None:
 
 
 def monitored(learn: "Learner", name: str) -> float | None:
-    """The value of a column in the newest row, the same on all ranks; `None` if that row has no such column."""
+    """Return the value of a column in the newest row, the same on all ranks; `None` if that row has no such column."""
     recorder = learn.recorder
     # Not strict: the names may end with the time, which the record does not have.
     return dict(zip(recorder.metric_names[1:], recorder.final_record, strict=False)).get(name)
@@ -855,14 +855,14 @@ class TableLogger:
 
 
 def format_value(value: Any) -> str:
-    """The text of a cell, in one line: numbers with six decimals, large ones with four digits."""
+    """Return the text of a cell, in one line: numbers with six decimals, large ones with four digits."""
     if not isinstance(value, float):
         return escaped_line(str(value))
     return f"{value:.6f}" if abs(value) < 1e5 else f"{value:.4g}"
 
 
 def format_row(names: list[str], row: list) -> str:
-    """A line of the table, its cells right-aligned under the names."""
+    """Return a line of the table, its cells right-aligned under the names."""
     widths = {"epoch": 5, "time": 7}
     cells = []
     for name, cell in zip(names, map(format_value, row), strict=True):

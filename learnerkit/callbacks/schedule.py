@@ -124,7 +124,7 @@ def combine_scheds(pcts: Sequence[float], scheds: Sequence[Schedule]) -> Schedul
 
 
 def combined_cos(pct: float, start: float, middle: float, end: float) -> Schedule:
-    """A schedule along two half cosines: from `start` to `middle` until `pct`, then to `end`.
+    """Return a schedule along two half cosines: from `start` to `middle` until `pct`, then to `end`.
 
     Args:
         pct: share of training at which `middle` is reached, between 0 and 1.
@@ -137,7 +137,7 @@ def combined_cos(pct: float, start: float, middle: float, end: float) -> Schedul
 
 
 def linear_warmup(pct: float, then: Schedule | float | optim.Later, start: float = 0.0) -> Any:
-    """A schedule with a linear warm-up before another schedule (Goyal et al., https://arxiv.org/abs/1706.02677).
+    """Return a schedule with a linear warm-up before another schedule (Goyal et al., https://arxiv.org/abs/1706.02677).
 
     `learn.fit(5, linear_warmup(0.1, scaled_lr(0.1, at=64)))` trains with it.
 
@@ -228,7 +228,7 @@ class ParamScheduler(Callback):
             self.hps[name].append(value)
 
     def state_dict(self) -> dict[str, Any]:
-        """The values at every batch so far."""
+        """Return the values at every batch so far."""
         return {"hps": {name: list(values) for name, values in self.hps.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

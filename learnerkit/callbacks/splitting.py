@@ -214,7 +214,7 @@ class SplitBatch(Callback):
         self._checked = True
 
     def state_dict(self) -> dict[str, Any]:
-        """The numbers of parts of this rank, and the sizes that fit."""
+        """Return the numbers of parts of this rank, and the sizes that fit."""
         return {"own": {"train": (self.parts, self._fits), "evaluation": self._evaluated}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

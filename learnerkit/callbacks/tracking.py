@@ -113,7 +113,7 @@ class TrackerCallback(Callback):
             warn(f"{self!r} did nothing: none of the fit's {self._rows} rows has a column {self.monitor!r}")
 
     def state_dict(self) -> dict[str, Any]:
-        """The best value, and the rows so far."""
+        """Return the best value, and the rows so far."""
         return {"best": self.best, "new_best": self.new_best, "rows": (self._rows, self._rows_with_column)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -179,7 +179,7 @@ class SaveModelCallback(TrackerCallback):
             )
 
     def _overwrites(self) -> object:
-        "The file that it writes more than once or at the end; `None` if there is none, or if it does not run."
+        "Return the file that it writes more than once or at the end; `None` if there is none, or if it does not run."
         return place_of(self.learn, self.fname) if self.run and (self.at_end or not self.every_epoch) else None
 
     @collective
@@ -238,7 +238,7 @@ class SaveModelCallback(TrackerCallback):
 
 
 def _version(path: Path) -> tuple[int, int] | None:
-    """The size and time of a file, by which it differs from an older one; `None` if it does not exist."""
+    """Return the size and time of a file, by which it differs from an older one; `None` if it does not exist."""
     try:
         status = path.stat()
     except OSError:

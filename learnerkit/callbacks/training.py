@@ -126,7 +126,7 @@ class StepCounter(Callback):
         self._steps += self._step_open
 
     def state_dict(self) -> dict[str, Any]:
-        """The steps so far."""
+        """Return the steps so far."""
         return {"steps": self._steps, "open": self._step_open}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

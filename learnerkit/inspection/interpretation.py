@@ -169,7 +169,7 @@ class ClassificationInterpretation:
             print(self.classification_report())
 
     def top_losses(self, k: int | None = None, largest: bool = True) -> tuple[Tensor, Tensor]:
-        """The largest losses, and the places of their samples in the dataset.
+        """Return the largest losses, and the places of their samples in the dataset.
 
         Args:
             k: how many; by default all.

@@ -87,7 +87,7 @@ def _blocks(model: nn.Module, name: str | None) -> list[nn.Module]:
 
 
 def _lists(module: nn.Module, kind: type, name: str = "") -> Iterator[tuple[str, Any]]:
-    """The outermost lists of this kind with several entries that have parameters, by their names."""
+    """Return the outermost lists of this kind with several entries that have parameters, by their names."""
     if isinstance(module, kind) and sum(next(part.parameters(), None) is not None for part in module.children()) > 1:
         yield name, module
     else:

@@ -181,7 +181,7 @@ def _layers(model: nn.Module, calls: dict[nn.Module, list[str]]) -> Iterator[Lay
 
 
 def _shape(x: Any) -> str:
-    """The shapes of a nested value, or its class."""
+    """Return the shapes of a nested value, or its class."""
     if isinstance(x, Tensor):
         return " x ".join(map(str, x.shape)) or "scalar"
     parts = [_shape(part) for _, part in entries(x) if isinstance(part, Tensor) or entries(part)]

@@ -239,7 +239,7 @@ def held_tensors(*owners: Any) -> list[Tensor]:
 
 
 def state_tensors(opts: Iterable[Optimizer]) -> list[Tensor]:
-    """The tensors that optimizers keep from step to step."""
+    """Return the tensors that optimizers keep from step to step."""
     return [t for opt in opts for state in opt.state.values() for t in tensors_in(state)]
 
 

@@ -62,7 +62,7 @@ def check_that_nodes_match(infos: list[dict[str, Any]]) -> None:
 
 
 def topology_of(node: int, infos: list[dict[str, Any]], restarts: int) -> Topology:
-    """Number the ranks of all nodes, node by node, and return those of one node."""
+    """Return the numbers of one node's ranks, which are counted node by node."""
     machines = [(info["host"], info["address"]) for info in infos]
     distinct = list(dict.fromkeys(machines))
     here = [info for info, machine in zip(infos, machines, strict=True) if machine == machines[node]]

@@ -44,7 +44,7 @@ class Record(NamedTuple):
     is_row: bool
 
     def numbers(self) -> dict[str, float]:
-        """The numbers by the names that trackers have for them: 'step/loss' of a step, 'valid_loss' of a row."""
+        """Return the numbers by the names that trackers have for them: 'step/loss' of a step, 'valid_loss' of a row."""
         before = "" if self.is_row else "step/"
         return {f"{before}{name}": value for name, value in self.values.items() if isinstance(value, int | float)}
 
@@ -247,7 +247,7 @@ class Logger(Callback):
         self._forget()
 
     def state_dict(self) -> dict[str, Any]:
-        """The run, if it has begun, and the last step, once all up to it is written. A host-device sync."""
+        """Return the run, if it has begun, and the last step, once all up to it is written. A host-device sync."""
         if self._handle is not None:  # In `before_fit` it is not open, and there are no new values.
             self._note_row()
             self._write_notes(wait=True)

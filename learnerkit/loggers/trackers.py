@@ -120,7 +120,7 @@ class _Service(Tracker):
     _may_lose_config = True
 
     def _active(self) -> Any:
-        """The run that is open in this process, or `None`."""
+        """Return the run that is open in this process, or `None`."""
         raise NotImplementedError
 
     def _id_of(self, run: Any) -> str:
@@ -510,7 +510,7 @@ class TrackioCallback(_Service):
         self._handle.log_artifact(artifact)  # This copies the files.
 
     def state_dict(self) -> dict[str, Any]:
-        """The run, and the last step."""
+        """Return the run, and the last step."""
         return super().state_dict() | {"named": self._named}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ _CLASSES = {"auc": "AUROC", "f1": "F1Score", "precision": "Precision", "r2": "R2
 _OF_PROBABILITIES = ("auc",)  # all others take decoded predictions
 
 _TASKS = {"argmax": "Multiclass", "above 0": "Binary", "above 0.5": "Binary", "itself": ""}
-"""What torchmetrics calls the task, by how predictions are decoded."""
+"""The names of tasks in torchmetrics, by how predictions are decoded."""
 
 
 class OfTorchmetrics:

@@ -34,7 +34,7 @@ class Holder(NamedTuple):
 
 
 def holders_of(metric: Any) -> list[Holder]:
-    """The objects with declared states that a metric consists of: itself, and for torchmetrics those inside it."""
+    """Return the objects with declared states in a metric: itself, and for torchmetrics those inside it."""
     if isinstance(metric, Metric):
         return [Holder(metric, metric.__dict__.get("_states", {}))]
     inner = filter(libraries.is_torchmetrics, metric.modules())

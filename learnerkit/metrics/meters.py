@@ -24,7 +24,7 @@ from learnerkit.metrics.objects import Metric, metric_name
 from learnerkit.utils import describe, listify, unbound
 
 DEPENDS_ON_CUT = "depends on how the samples are cut into batches"
-"""What a warning says of such a metric."""
+"""The text of a warning about such a metric."""
 
 
 def make_meters(metrics: Any, loss_func: Any = None, classes: Any = None, targets: str | None = None) -> list["Meter"]:
@@ -98,7 +98,7 @@ def _make_meter(metric: Any, name: str | None, loss_func: Any, classes: Any, tar
 
 
 def metric_names(metrics: Any) -> list[str]:
-    """The columns of a Learner's metrics."""
+    """Return the columns of a Learner's metrics."""
     return [name or metric_name(metric) for name, metric in _each(metrics)]
 
 
@@ -259,7 +259,7 @@ class MeanMeter(Meter):
         self.values, self.sizes = HostScalars(), HostScalars()
 
     def _weighed(self, size: int, pred: Any, targets: tuple) -> tuple[Any, int | Tensor]:
-        "The mean of a batch, and its weight."
+        "Return the mean of a batch, and its weight."
         return (self.metric(pred, *targets), size) if self._share is None else self._share(pred, *targets)
 
     def update(self, place: int, size: int, pred: Any, targets: tuple) -> None:

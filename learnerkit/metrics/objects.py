@@ -230,7 +230,7 @@ class IoU(Dice):
 
 
 def metric_name(metric: Any) -> str:
-    """The column of a metric: its `name`, or the name of its function or class; a name is its own."""
+    """Return the column of a metric: its `name`, or the name of its function or class; a name is its own."""
     if isinstance(metric, str):
         return metric
     inner = unwrap_partial(metric)

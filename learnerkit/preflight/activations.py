@@ -50,7 +50,7 @@ def judge_activations(learn: "Learner", batch: Any) -> list[Finding]:
 
 @collective
 def _kept(learn: "Learner", batch: Any) -> int:
-    """The bytes that a batch keeps; the forward pass of each rank gathers what it needs."""
+    """Return the bytes that a batch keeps; the forward pass of each rank gathers what it needs."""
     model, shards, size = unwrap(learn.model), learn.shards, 0
     if shards is not None:
         shards.begin_votes()
@@ -65,7 +65,7 @@ def _kept(learn: "Learner", batch: Any) -> int:
 
 
 def _measured(learn: "Learner", batch: Any) -> tuple[int, float]:
-    """The bytes that a batch keeps, and the seconds of its forward and backward pass."""
+    """Return the bytes that a batch keeps, and the seconds of its forward and backward pass."""
     from learnerkit.scaling.parts import waiter  # Most fits do not need it.
 
     model, wait, seconds = unwrap(learn.model), waiter(learn.dls.device), list[float]()

@@ -100,7 +100,7 @@ def by_machine(everyone: list[Facts]) -> list[list[Facts]]:
 
 
 def hosts(ranks: list[Facts]) -> str:
-    """The names of the machines of some ranks."""
+    """Return the names of the machines of some ranks."""
     return first_few(group[0]["host"] for group in by_machine(ranks))
 
 

@@ -157,4 +157,4 @@ JOINT: dict[str, tuple[Callable[[Board], Facts], Judge, str]] = {
     "clock": (compare_clocks, judge_clocks, "does a firewall cut connections between the machines?"),
     "all-reduce": (measure_all_reduce, judge_all_reduce, SLOW_LINK),
 }
-"""By topic, in the order of the report: what the ranks do together, the judge, and advice if it hangs or fails."""
+"""The checks by topic, in the order of the report: what the ranks do together, the judge, and advice if it fails."""

@@ -19,7 +19,7 @@ from learnerkit.text import first_few, in_units
 
 
 def look_at_versions() -> Facts:
-    """The versions that two ranks should have in common."""
+    """Return the versions that two ranks should have in common."""
     driver = Path("/sys/module/nvidia/version")
     nccl = torch.cuda.is_available() and dist.is_nccl_available()
     return {
@@ -42,7 +42,7 @@ def judge_versions(everyone: list[Facts]) -> list[Finding]:
 
 
 def look_at_device() -> Facts:
-    """The device that training would use here."""
+    """Return the device that training would use here."""
     device = distributed.default_device()
     if device.type != "cuda":
         return {"type": device.type, "name": device.type.upper(), "id": None}
@@ -94,7 +94,7 @@ def judge_peers(group: list[Facts], everyone: list[Facts]) -> Finding:
 
 
 def look_at_threads() -> Facts:
-    """The number of threads that torch computes with, and the cores for them."""
+    """Return the number of threads that torch computes with, and the cores for them."""
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     return {"threads": torch.get_num_threads(), "cores": list(cores)}
 
@@ -111,7 +111,7 @@ def judge_threads(group: list[Facts], everyone: list[Facts]) -> Finding:
 
 
 def look_at_network() -> Facts:
-    """The addresses where gloo and NCCL would listen, and the route to rank 0."""
+    """Return the addresses where gloo and NCCL would listen, and the route to rank 0."""
     try:
         resolved = socket.gethostbyname(socket.gethostname())
     except OSError:
@@ -153,7 +153,7 @@ def judge_network(group: list[Facts], everyone: list[Facts]) -> Finding:
 
 
 def look_at_infiniband() -> Facts:
-    """The adapters whose link is up, and what may keep NCCL from them."""
+    """Return the adapters whose link is up, and what may keep NCCL from them."""
     ports = sorted(Path("/sys/class/infiniband").glob("*/ports/*"))
     devices = {p.parts[-3]: (p / "rate").read_text().strip() for p in ports if "ACTIVE" in (p / "state").read_text()}
     lockable = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
@@ -188,7 +188,7 @@ def judge_infiniband(group: list[Facts], everyone: list[Facts]) -> Finding:
 
 
 def look_at_ports() -> Facts:
-    """The port where the ranks meet, and those that gloo and NCCL would listen on."""
+    """Return the port where the ranks meet, and those that gloo and NCCL would listen on."""
     socket.create_server(("", 0)).close()  # an error says that this process may not listen
     file = Path("/proc/sys/net/ipv4/ip_local_port_range")
     picked = list(map(int, file.read_text().split())) if file.exists() else None
@@ -206,7 +206,7 @@ def judge_ports(group: list[Facts], everyone: list[Facts]) -> Finding:
 
 
 def look_at_shared_memory() -> Facts:
-    """The memory in which loader workers pass on batches."""
+    """Return the memory in which loader workers pass on batches."""
     if not os.path.isdir("/dev/shm"):
         return {"size": None}
     disk = os.statvfs("/dev/shm")
@@ -228,7 +228,7 @@ def judge_shared_memory(group: list[Facts], everyone: list[Facts]) -> Finding:
 
 
 def look_at_limits() -> Facts:
-    """The number of files that a process may have open."""
+    """Return the number of files that a process may have open."""
     soft, hard = (2**20 if n == resource.RLIM_INFINITY else n for n in resource.getrlimit(resource.RLIMIT_NOFILE))
     return {"soft": soft, "hard": hard, "sharing": torch.multiprocessing.get_sharing_strategy()}
 
@@ -254,4 +254,4 @@ LOCAL: dict[str, tuple[Callable[[], Facts], Judge]] = {
     "/dev/shm": (look_at_shared_memory, per_machine(judge_shared_memory)),
     "open files": (look_at_limits, per_machine(judge_limits)),
 }
-"""By topic, in the order of the report: what each rank looks at, and the judge of what all ranks have seen."""
+"""The checks by topic, in the order of the report: a look on each rank, and the judge of what all have seen."""

@@ -103,14 +103,14 @@ def examine() -> int:
 
 
 def introduce(rank: int) -> Facts:
-    """The rank and its machine."""
+    """Return the rank and its machine."""
     host = socket.gethostname()
     boot = Path("/proc/sys/kernel/random/boot_id")  # two machines may have one name
     return {"rank": rank, "host": host, "machine": f"{host} {boot.read_text().strip() if boot.exists() else ''}"}
 
 
 def attempt(look: Callable[..., Facts], *args: Any) -> Facts:
-    """The facts that `look` returns, or its error: a check that fails is a finding."""
+    """Return the facts that `look` returns, or its error: a check that fails is a finding."""
     try:
         return look(*args)
     except Exception as error:
@@ -163,7 +163,7 @@ def judge_ranks(everyone: list[Facts], missing: Sequence[int]) -> list[Finding]:
 
 
 def judged(topic: str, judge: Judge, everyone: list[Facts], advice: str = "") -> list[Finding]:
-    """The findings about a topic, or one that says why there are none: a problem if there is advice for it."""
+    """Return the findings about a topic, or one that says why there are none: a problem if there is advice for it."""
     failed = [f for f in everyone if "error" in f[topic]]
     try:
         if not failed:

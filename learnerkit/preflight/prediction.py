@@ -130,7 +130,7 @@ def predict_memory(
 
 
 def _not_predicted(learn: "Learner", cbs: Sequence[Callback]) -> str:
-    """The reason why a learner's steps are not those that would be tried; '' for most learners."""
+    """Return the reason why a learner's steps are not those that would be tried; '' for most learners."""
     if will_shard(learn):
         return "the model is divided among the ranks"
     if any(isinstance(cb, DataParallelCallback) for cb in cbs):
@@ -143,7 +143,7 @@ def _not_predicted(learn: "Learner", cbs: Sequence[Callback]) -> str:
 
 
 def _seen(learn: "Learner", batch: Any) -> Seen:
-    """The batch as the model gets it, on the device."""
+    """Return the batch as the model gets it, on the device."""
     if isinstance(batch, Seen):
         return batch
     if batch is None and learn.task is not None and learn.xb:
@@ -278,7 +278,7 @@ def _measured(one: "Learner", seen: Seen, n: int, cbs: Sequence[Callback], other
 
 
 def _line(low: tuple[int, int], high: tuple[int, int]) -> tuple[float, float]:
-    """The line through two points, as (value at 0, slope)."""
+    """Return the line through two points, as (value at 0, slope)."""
     slope = (high[1] - low[1]) / (high[0] - low[0])
     return low[1] - slope * low[0], slope
 

@@ -217,7 +217,7 @@ def _join(learn: "Learner", callback: DistributedCallback, wait: timedelta, n: i
 
 
 def _first_batches(dl: Any, n: int) -> Any:
-    """The first `n` batches of a loader in dataset order, the last one short of a sample, so that shares are uneven."""
+    """Return the first `n` batches of a loader in dataset order, the last one a sample short for uneven shares."""
     dl = in_order(dl, "1")
     if not _has_indices(dl):
         return dl
@@ -316,7 +316,7 @@ class _Notes(Callback):
 
 
 def _compare(one: dict, ranks: list[dict]) -> dict[str, Finding]:
-    """The finding on each topic; where something is wrong, with the likely reason."""
+    """Return the finding on each topic; where something is wrong, with the likely reason."""
     steps = list(zip(one["steps"], zip(*(run["steps"] for run in ranks), strict=False), strict=False))
     lengths = [len(run["steps"]) for run in (one, *ranks)]
     wrong_samples, reason = _compare_samples(steps)
@@ -342,7 +342,7 @@ def _compare(one: dict, ranks: list[dict]) -> dict[str, Finding]:
 
 
 def _likely_reason(one: dict, wrong: set[str], first_alike: bool, apart: str, padded: bool) -> str:
-    """The likely reason of a difference.
+    """Return the likely reason of a difference.
 
     Args:
         one: the results of the single process.
@@ -405,14 +405,14 @@ _DATASET = (
 
 
 def _loss(parts: Iterable[dict], sums: bool) -> Tensor:
-    """The loss of a step over all samples, from those of its parts."""
+    """Return the loss of a step over all samples, from those of its parts."""
     total = sum(part["loss"] if sums else part["loss"] * part["count"] for part in parts if part["count"])
     count = 1.0 if sums else sum(part["count"] for part in parts)
     return torch.tensor(total / count if count else float("nan"), dtype=torch.float64)
 
 
 def _first_apart(steps: list[tuple]) -> str:
-    """The first difference between the states of the ranks, which are equal bit by bit under DDP."""
+    """Return the first difference between the states of the ranks, which are equal bit by bit under DDP."""
     for number, parts in enumerate(steps, 1):
         first, *others = (part["state"] for part in parts)
         for name in first:

@@ -480,7 +480,7 @@ def judge_optimizer(named: list[tuple[str, nn.Parameter]], stuck: list[str], opt
 
 
 def _rates(opts: list, name: str = "lr") -> dict[int, float]:
-    """The learning rate of each parameter by its id; `name` is its entry in a group, if the group has it."""
+    """Return the learning rate of each parameter by its id; `name` is its entry in a group, if the group has it."""
     groups = [g for opt in opts for g in opt.param_groups]
     return {id(p): float(g.get(name, g.get("lr", 1.0))) for g in groups for p in g["params"]}
 
@@ -489,7 +489,7 @@ def _rates(opts: list, name: str = "lr") -> dict[int, float]:
 def _should_move(
     named: list[tuple[str, nn.Parameter]], opts: list, before: Mapping[int, float]
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters that even the simplest optimizer would change by more than rounding hides.
+    """Return the parameters that even the simplest optimizer would change by more than rounding hides.
 
     Parameters whose rate a schedule has set to 0, as a warm-up may, are left out; `before` has the earlier rates.
     """
@@ -550,7 +550,7 @@ def _is_finite(t: Tensor) -> bool:
 
 @not_collective("batches and predictions are no shards")
 def _not_finite(tensors: list[Tensor], source: str) -> list[Finding]:
-    """A problem for each tensor with values that are not finite, which come from `source`."""
+    """Return a problem for each tensor with values that are not finite, which come from `source`."""
     counts = [(_about(t), int((~_values(t).isfinite()).sum()), t.numel()) for t in tensors if not _is_finite(t)]
     advice = f"look into {source}"
     return [Finding(WRONG, f"{about}; {n} of {size} values are NaN or infinite", advice) for about, n, size in counts]
@@ -564,7 +564,7 @@ def _looks_like_pixels(t: Tensor) -> bool:
 
 @not_collective("what it is asked about is no shard")
 def _about(t: Tensor) -> str:
-    """A tensor's type, shape, device and range."""
+    """Return a tensor's type, shape, device and range."""
     sparse = "" if t.layout is torch.strided else f" {_type_name(t.layout)}"
     text = f"{_type_name(t.dtype)}{sparse} {tuple(t.shape)} on {t.device}"
     seen = _values(t)

@@ -1,4 +1,4 @@
-"""This machine: its loopback address, its cores, and memory that its processes share."""
+"""The facts about this machine: its loopback address, its cores, and memory that its processes share."""
 
 import os
 import sys

@@ -315,7 +315,7 @@ class _Source:
                 self.what = f"the largest of {'all' if len(read) == self.n else f'{len(read)} of'} {self.n} samples"
 
     def batches(self, size: int, n: int) -> DataLoader:
-        """A copy of the loader with `n` batches, each of the largest samples; they repeat where fewer are known."""
+        """Return a copy of the loader with `n` batches of the largest samples; they repeat where fewer are known."""
         rows = list(islice(cycle(self.order), size))
         one_process = {"num_workers": 0, "timeout": 0, "persistent_workers": False}
         return with_batches(self.dl, batch_sampler=[rows] * n, batch_size=size, **one_process)
@@ -333,7 +333,7 @@ def _why_fixed(dl: Any) -> str:
 
 
 def _lengths(ds: Any) -> Tensor | None:
-    """The lengths of a dataset's samples, if it tells them by an attribute `lengths`."""
+    """Return the lengths of a dataset's samples, if it tells them by an attribute `lengths`."""
     if isinstance(ds, Subset):
         inner = _lengths(ds.dataset)
         return None if inner is None else inner[torch.as_tensor(ds.indices)]
@@ -351,7 +351,7 @@ def _size(part: Any) -> int:
 
 
 def _held(learn: "Learner") -> Iterator[Tensor]:
-    """The tensors that a learner has before a step: weights, buffers, gradients, the optimizer's state."""
+    """Return the tensors that a learner has before a step: weights, buffers, gradients, the optimizer's state."""
     for owner in (unwrap(learn.model), learn.loss_func):
         if isinstance(owner, torch.nn.Module):
             params = list(owner.parameters())

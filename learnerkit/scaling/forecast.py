@@ -11,7 +11,7 @@ from learnerkit.data.show import pyplot
 from learnerkit.scaling.links import Link, all_reduce_seconds
 
 WORTH = 0.5
-"""What each added rank has to bring, as a share of what one rank does alone, to be worth it."""
+"""The least gain of an added rank that is worth it, as a share of the work that one rank does alone."""
 
 
 class Row(NamedTuple):

@@ -318,7 +318,7 @@ class GradientNoiseScale(Callback):
         row |= {"squares": square * (one * other / (one + other)), "parts": 2}
 
     def _gradient_of(self, batch: tuple, start: int, size: int, whole: int) -> tuple[list, Any]:
-        """The gradient of the mean loss of some samples of a batch, and what they count; inside a `trial`."""
+        """Return the gradient of the mean loss of some samples of a batch, and what they count; inside a `trial`."""
         learn = self.learn
         try:
             learn.xb, learn.yb = map_batch(
@@ -345,7 +345,7 @@ class GradientNoiseScale(Callback):
     # Gradients
 
     def _params(self) -> list[nn.Parameter]:
-        """The parameters that are trained."""
+        """Return the parameters that are trained."""
         return [p for p in dict.fromkeys(optim.parameters_of(self.learn.opts)) if p.requires_grad]
 
     def _scale(self) -> float | Tensor:
@@ -443,7 +443,7 @@ def _rows_of(numbers: HostScalars) -> list[tuple]:
 
 
 def _readable(grad: Tensor) -> Tensor:
-    """The values of a gradient, in float32 or better: a norm in half precision would have three digits."""
+    """Return the values of a gradient, in float32 or better: a norm in half precision would have three digits."""
     return in_float32(grad.coalesce().values() if grad.layout is torch.sparse_coo else grad)
 
 

@@ -251,7 +251,7 @@ def call_when_ready(learn: "Learner", ready: Callable[[], Any], begins: Callable
 
 
 def name_of(cb: Callback, event: str) -> str:
-    """The name of a callback in the report; of one that is made of functions, with that of the function."""
+    """Return the name of a callback in the report; of one that is made of functions, with that of the function."""
     hook = vars(cb).get(event) if type(cb) is Callback else None
     inner = getattr(hook, "func", hook)
     return f"{cb!r}({getattr(inner, '__name__', inner)})" if hook is not None else repr(cb)
@@ -268,7 +268,7 @@ def own_time(parts: dict[str, float]) -> float:
 
 
 def mean_parts(steps: Steps) -> dict[str, float]:
-    """The mean of each part over the steps, the usual parts first."""
+    """Return the mean of each part over the steps, the usual parts first."""
     names = dict.fromkeys([*PARTS[:-1], *(name for step in steps for name in step if name not in PARTS), REST])
     return {name: mean(step.get(name, 0.0) for step in steps) for name in names}
 

@@ -81,7 +81,7 @@ def ranks_of(learn: "Learner", cbs: list) -> tuple[int, bool, bool]:
 
 
 def batch_samples(dls: DataLoaders) -> int | None:
-    """The samples in a full batch of the training loader; `None` if it does not tell without being read."""
+    """Return the samples in a full batch of the training loader; `None` if it does not tell without being read."""
     dl: Any = dls.train
     if isinstance(dl, list | tuple) and dl:  # It is a list of batches.
         return dls.count(dl[0])
@@ -91,7 +91,7 @@ def batch_samples(dls: DataLoaders) -> int | None:
 
 
 def _epoch_samples(dl: Any, size: int) -> int | None:
-    """The samples that one process reads in an epoch, at most; `None` if it is not known."""
+    """Return the samples that one process reads in an epoch, at most; `None` if it is not known."""
     stream, samplers = isinstance(getattr(dl, "dataset", None), IterableDataset), samplers_of(dl)
     drawn = loader_len(dl.dataset if stream else samplers[1] if len(samplers) > 1 else None)
     batches = loader_len(dl)
@@ -148,7 +148,7 @@ class ScaledLR(optim.Later):
         return [_for_optimizer(learn, value, opt, step.samples) for opt, value in zip(learn.opts, rates, strict=True)]
 
     def scaled(self, factor: float) -> Any:
-        """The rate or schedule that is `factor` times as large."""
+        """Return the rate or schedule that is `factor` times as large."""
         lr = self.lr
         value = (lambda position: factor * lr(position)) if callable(lr) else factor * lr
         for function in self.then:
@@ -157,7 +157,7 @@ class ScaledLR(optim.Later):
 
 
 def scaled_lr(lr: Any, at: int, rule: str | None = None) -> Any:
-    """A learning rate that is right at one batch size, scaled to that of the fit when it begins.
+    """Return a learning rate that is right at one batch size, scaled to that of the fit when it begins.
 
     The batch size is what an optimizer step sees: the samples of all ranks and of all accumulated batches
     (`Learner.effective_batch_size`). The fit says which rate it became. Goes wherever a rate goes:
@@ -226,7 +226,7 @@ def _rule(rate: ScaledLR, opt: Optimizer) -> str:
 
 
 def rule_of(opt: Optimizer) -> str | None:
-    """The rule by which the rates of an optimizer grow with the batch; `None` if none is known."""
+    """Return the rule by which the rates of an optimizer grow with the batch; `None` if none is known."""
     if isinstance(opt, SGD):
         return "linear"
     return "sqrt" if isinstance(opt, RMSprop) or all("betas" in group for group in opt.param_groups) else None

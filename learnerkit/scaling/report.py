@@ -237,7 +237,7 @@ class ScalingReport:
         return ax
 
     def _bars(self) -> Iterator[tuple[str, list[float]]]:
-        """The parts of a step on each rank, with the exposed all-reduce in two."""
+        """Return the parts of a step on each rank, with the exposed all-reduce in two."""
         for name, found in self.parts.items():
             if name == REDUCE and self.ranks > 1:
                 yield _WAITS, self.waits
@@ -246,7 +246,7 @@ class ScalingReport:
                 yield name, found
 
     def to_json(self) -> str:
-        """The report as JSON, which `from_json` reads."""
+        """Return the report as JSON, which `from_json` reads."""
         facts = asdict(self) | {"slowest": self.slowest and self.slowest._asdict()}
         if self.noise is not None and math.isinf(self.noise):  # A forecast treats it as unknown.
             facts["noise"] = None

@@ -180,7 +180,7 @@ def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
 
 
 def _one_batch() -> Callback:
-    """A callback that repeats the first batch, from the device's memory."""
+    """Return a callback that repeats the first batch, from the device's memory."""
     cb = OverfitBatch()
     cb.only_fit = False
     return cb
@@ -190,7 +190,7 @@ def _one_batch() -> Callback:
 
 
 def with_workers(dl: Any, workers: int) -> Any:
-    """A copy of a loader with this many workers; `None` if that cannot help."""
+    """Return a copy of a loader with this many workers; `None` if that cannot help."""
     if not isinstance(dl, DataLoader) or getattr(dl, "reads_rows", False):
         return None
     return with_batches(dl, num_workers=workers, prefetch_factor=dl.prefetch_factor or 2, persistent_workers=False)

@@ -321,7 +321,7 @@ class Config:
         return min(n, self.n_sets or n) * self.repeats
 
     def combinations(self) -> list[dict[str, Any]]:
-        """The points of the grid."""
+        """Return the points of the grid."""
         if self.grid is None:
             return []
         points = [dict(zip(self.parameters, each, strict=True)) for each in itertools.product(*self.grid)]

@@ -18,7 +18,7 @@ CATEGORIES = (
 NUMBERS = ("year", "week", "day", "day_of_year", "hour", "elapsed")
 """The parts of a date that are numbers; `elapsed` is in days."""
 NEARLY_ALL = 0.9
-"""If so many of the values of a column can be read as numbers or as dates, it is one of these."""
+"""The least share of a column's values that must be numbers, or dates, for the column to be of that kind."""
 
 _ISO = "ISO8601"
 _DAYS = (
