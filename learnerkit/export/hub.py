@@ -52,7 +52,9 @@ def push_to_hub(
     private: bool | None = None,
     token: str | None = None,
 ) -> str | None:
-    """Export a learner to a repository of the Hugging Face Hub, on rank 0 alone: `from_hub` loads it.
+    """Export a learner to a repository of the Hugging Face Hub: `from_hub` loads it.
+
+    Rank 0 alone writes. If the model is divided among the ranks, every rank must reach this.
 
     The repository is made if it is not there. With the file goes a model card (README.md), which replaces an older one:
     the classes, the metrics of the last fit, versions, and how to load the file.
@@ -77,6 +79,8 @@ def push_to_hub(
 
     name = exported_path(fname, Path()).name
     if not distributed.is_main():
+        if learn.shards is not None:
+            export(learn, Path(name))  # Rank 0 gathers the rows of all ranks; nothing is written here.
         return None
     hub = HfApi(token=token)
     with TemporaryDirectory() as folder:

@@ -345,7 +345,9 @@ class Tracker(Logger):
     def _send_files(self) -> None:
         """Give the tracker the model and the files. What fails is a warning, as the training is done."""
         with TemporaryDirectory() as folder:
-            if self.log_model is not None:
+            if self.log_model is not None and self.learn.shards is not None:
+                warn(f"{self!r} has not logged the model, which is divided among the ranks: let all call learn.export")
+            elif self.log_model is not None:
                 path = Path(folder, self.log_model)
                 self._try_to_send("model", lambda: {path.name: self.learn.export(path)})
             if self.log_files:

@@ -8,6 +8,7 @@ import weakref
 from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -27,6 +28,7 @@ from learnerkit import (
     Learner,
     distributed,
     mae,
+    push_to_hub,
     set_seed,
 )
 from learnerkit.checkpoints import storage
@@ -291,6 +293,27 @@ def test_a_rank_that_saves_alone_is_told_who_has_not_come():
             with pytest.raises(PeerError, match="waited 2 s for rank"):
                 learn.save("net")
         distributed.barrier()
+
+
+@slow_on_ranks
+def test_all_ranks_push_a_model_that_stays_divided():
+    class Hub:
+        def __init__(self, token):
+            pass
+
+        def create_repo(self, repo_id, **kwargs):
+            return SimpleNamespace(repo_id=repo_id)
+
+        def upload_folder(self, folder_path, **kwargs):
+            pushed.update(load_file(Path(folder_path, "model.safetensors")))
+
+    learn, pushed = learner(), {}
+    with sharded(learn), patch("huggingface_hub.HfApi", Hub):
+        learn.fit(1)
+        push_to_hub(learn, "ann/net")
+        found = saved(learn, "net.safetensors")
+    assert pushed.keys() == (found.keys() if RANK == 0 else set())
+    assert all(torch.equal(pushed[name], found[name]) for name in pushed)
 
 
 @slow_on_ranks

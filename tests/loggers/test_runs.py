@@ -2,6 +2,7 @@
 
 import pickle
 import shutil
+import warnings
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,13 @@ import torch
 from helpers import make_data, make_dls, make_learner, raises
 from resume_jobs import Kill, Killed
 from safetensors.torch import load_file
+from torch import nn
 
 from learnerkit import (
     CheckpointCallback,
     CheckpointError,
     DataLoaders,
+    Learner,
     SaveModelCallback,
     TensorBoardCallback,
     distributed,
@@ -155,6 +158,20 @@ def test_on_ranks_the_first_one_logs_the_model_of_all(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["0"]
     assert same(load_file(tmp_path / "0" / "model" / "model.safetensors"), learn)
     assert kept.run_id == (None if distributed.rank() else "first run")
+
+
+@pytest.mark.ranks(slow=[2])
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_tracker_says_at_once_that_it_has_not_logged_a_model_that_stays_divided(tmp_path):
+    dls = DataLoaders.from_datasets(make_data(16), make_data(8, seed=1), bs=4, device="cpu")
+    kept = Kept(tmp_path, log_model="model.safetensors")
+    learn = Learner(dls, lambda: nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 1)), nn.MSELoss(), cbs=kept)
+    with learn.distrib_ctx(shard=[nn.Linear]), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        learn.fit(1)
+    said = [str(w.message) for w in caught if "has not logged the model" in str(w.message)]
+    assert len(said) == (distributed.rank() == 0)
+    assert all("let all call learn.export" in text for text in said)
 
 
 # The checkpoint of a run
