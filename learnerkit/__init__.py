@@ -1,6 +1,7 @@
 """learnerkit: a small training library on PyTorch, right by default on any number of processes.
 
 Public names are resolved on first use (PEP 562), so that `python -m learnerkit.launch` starts without importing torch.
+They stand here twice, for Python and for type checkers, and a test compares them: a stub file would need a dependency.
 """
 
 import warnings

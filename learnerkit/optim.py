@@ -237,6 +237,9 @@ def bound_rate(opt_func: Callable[..., Any]) -> float | None:
 class Later:
     """A learning rate, or a schedule of one, that becomes known when a fit begins, as `scaled_lr` returns it.
 
+    It cannot be a number where it is written, because the batch of a step depends on the ranks, and on callbacks that
+    accumulate gradients; both are known when the fit begins.
+
     Attributes:
         lr: the rate or schedule that it is computed from; it replaces the rate outside of fits.
         is_schedule: whether it will be a schedule.

@@ -1,7 +1,8 @@
 """SLURM: which launcher of how many this is, from the environment alone, and a batch script for a new job.
 
 The variables and options are those of the manuals of srun, sbatch and salloc (https://slurm.schedmd.com/srun.html),
-and were checked with version 22.05.
+and were checked with version 22.05. Options of a batch script are checked when it is written: SLURM finds a mistake
+only when the job starts, which may be hours later.
 """
 
 import os

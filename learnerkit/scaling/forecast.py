@@ -1,4 +1,7 @@
-"""Forecasts of the time of a training step, and of training to a given loss, on other numbers of ranks."""
+"""Forecasts of the time of a training step, and of training to a given loss, on other numbers of ranks.
+
+They are arithmetic on measured numbers: torch and its profiler measure the ranks that there are, and predict no others.
+"""
 
 import json
 import math

@@ -1,4 +1,8 @@
-"""The config of a search: a JSON file in the format of Comet's optimizer, with Optuna's names, or with both."""
+"""The config of a search: a JSON file in the format of Comet's optimizer, with Optuna's names, or with both.
+
+A search is a file, rather than a function of a trial as in Optuna, so that any script can be searched, in any number of
+processes and without a line of Optuna in it.
+"""
 
 import importlib.util
 import inspect
