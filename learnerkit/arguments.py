@@ -20,7 +20,8 @@ from learnerkit.losses import loss_name, unwrap_partial
 from learnerkit.optim import parameters_of
 from learnerkit.text import did_you_mean
 from learnerkit.torch_internals import BatchNorm
-from learnerkit.utils import describe, library_of, overrides, restorer
+from learnerkit.utils import library_of, overrides, restorer
+from learnerkit.values import describe
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner

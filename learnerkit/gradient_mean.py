@@ -6,9 +6,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from learnerkit.data.batches import tensors_in
 from learnerkit.shards import local
 from learnerkit.torch_internals import scale_together
+from learnerkit.values import tensors_in
 
 
 class StepGradient(Protocol):

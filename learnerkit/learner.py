@@ -38,7 +38,7 @@ from learnerkit.callbacks.schedule import ParamScheduler, SchedCos, Schedule, co
 from learnerkit.callbacks.training import StepBudget, TrainEvalCallback
 from learnerkit.checkpoints.callback import CheckpointCallback
 from learnerkit.checkpoints.storage import read_checkpoint
-from learnerkit.data.batches import loader_len, map_batch
+from learnerkit.data.batches import loader_len
 from learnerkit.data.loaders import DataLoaders, Unpacker
 from learnerkit.data.order import in_order, keep_seeds
 from learnerkit.data.stream import reading
@@ -95,6 +95,7 @@ from learnerkit.utils import (
     unwrap,
     warn,
 )
+from learnerkit.values import map_batch
 
 if TYPE_CHECKING:
     import learnerkit as lk

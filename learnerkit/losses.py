@@ -18,13 +18,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from learnerkit import distributed
-from learnerkit.data.batches import get_field, rows_of, tensors_in
+from learnerkit.data.batches import rows_of
 from learnerkit.data.loaders import unknown_keys
 from learnerkit.events import CancelBackwardException
 from learnerkit.gradient_mean import counts_something, host_count, zero_loss
 from learnerkit.marks import collective
 from learnerkit.text import did_you_mean
-from learnerkit.utils import describe, itself, library_of, overrides, unbound, unwrap, warn
+from learnerkit.utils import itself, library_of, overrides, unbound, unwrap, warn
+from learnerkit.values import describe, get_field, tensors_in
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner

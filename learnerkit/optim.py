@@ -27,7 +27,8 @@ from torch.optim import SGD, Optimizer
 from learnerkit.shards import is_shard, rows_of
 from learnerkit.text import did_you_mean, first_few, in_one_line, printable
 from learnerkit.torch_internals import StatisticsNorm
-from learnerkit.utils import describe, library_of, restorer, unbound
+from learnerkit.utils import library_of, restorer, unbound
+from learnerkit.values import describe
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner

@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset
 
 from learnerkit import distributed, optim
 from learnerkit.callback import Callback, is_ours
-from learnerkit.data.batches import map_batch, tensors_in, to_device
+from learnerkit.data.batches import to_device
 from learnerkit.data.iterable import source_of
 from learnerkit.data.order import (
     GENERATORS,
@@ -36,7 +36,8 @@ from learnerkit.shards import is_shard, put, rows_for
 from learnerkit.state import COUNTERS
 from learnerkit.text import in_one_line
 from learnerkit.torch_internals import StatisticsNorm
-from learnerkit.utils import describe, digests, same, unbound, unwrap
+from learnerkit.utils import unbound, unwrap
+from learnerkit.values import describe, digests, map_batch, same, tensors_in
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner

@@ -14,13 +14,12 @@ from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from learnerkit.shards import own_class
-from learnerkit.text import did_you_mean, escaped, first_few
+from learnerkit.text import did_you_mean, escaped
 from learnerkit.torch_internals import caller, own_tensors, without_compiler
 
 if TYPE_CHECKING:
@@ -106,83 +105,6 @@ def warn(message: str) -> None:
     while (frame := caller(level)).f_back is not None and frame.f_globals.get("__name__", "").startswith("learnerkit."):
         level += 1
     warnings.warn(escaped(message), stacklevel=level + 1)
-
-
-def describe(x: Any) -> str:
-    """Describe a value's type and shape in a few words, for error messages."""
-    if isinstance(x, Tensor):
-        return f"{str(x.dtype).removeprefix('torch.')} tensor of shape {tuple(x.shape)}"
-    if isinstance(x, np.ndarray):
-        return f"{x.dtype} array of shape {x.shape}"
-    if isinstance(x, Mapping):
-        return "{" + first_few((f"{k!r}: {describe(v)}" for k, v in x.items()), n=20) + "}"
-    if isinstance(x, list | tuple):
-        return f"({', '.join(map(describe, x))})" if len(x) < 6 else f"({len(x)} entries such as {describe(x[0])})"
-    return type(x).__name__
-
-
-def same(a: Any, b: Any, depth: int = 8) -> bool:
-    """Tell whether two nested values are equal; for tensors on a device this is a host-device sync.
-
-    Args:
-        a, b: the values. NaNs are equal in tensors; objects without an `__eq__` are compared by their attributes.
-        depth: the depth of the comparison; deeper values count as equal.
-    """
-    if a is b or not depth:
-        return True
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, Tensor):
-        return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
-    if isinstance(a, Mapping):
-        return a.keys() == b.keys() and all(same(a[k], b[k], depth - 1) for k in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(same(x, y, depth - 1) for x, y in zip(a, b, strict=True))
-    if hasattr(a, "__array__"):
-        return bool(a.shape == b.shape and (a == b).all())
-    has_no_eq = not any("__eq__" in vars(cls) for cls in type(a).__mro__[:-1])
-    if has_no_eq:
-        return same(getattr(a, "__dict__", {}), getattr(b, "__dict__", {}), depth - 1)
-    return bool(a == b)
-
-
-_WEIGHTS = 2**16
-
-
-@torch.no_grad()
-def digests(tensors: Iterable[Tensor]) -> list[int]:
-    """Return a 64-bit digest of the bits of each tensor, so that equal NaNs are equal and 0.0 and -0.0 are not.
-
-    The method is multilinear hashing (Lemire and Kaser, https://arxiv.org/abs/1202.4961): a sum of words of up to 32
-    bits, each times a random odd 64-bit number of its place, modulo 2**64. Integer sums are the same in any order. A
-    change in one word always shows, others with a chance of about 1 - 2**-32. It waits for each device once.
-
-    Args:
-        tensors: of any shapes and types, on any devices; shapes and types themselves are not in the digest.
-    """
-    tensors = list(tensors)
-    drawn = torch.randint(-(2**63), 2**63 - 1, (_WEIGHTS,), generator=torch.Generator().manual_seed(0)) | 1
-    weights = {device: drawn.to(device) for device in {t.device for t in tensors}}
-    sums = [_weighted_sum(_words(t), weights[t.device]) for t in tensors]
-    numbers = {device: iter(torch.stack([s for s in sums if s.device == device]).tolist()) for device in weights}
-    return [next(numbers[t.device]) % 2**64 for t in tensors]
-
-
-def _words(t: Tensor) -> Tensor:
-    """Return the bits of a tensor as a row of integers of at most 32 bits."""
-    row = t.resolve_conj().resolve_neg().reshape(-1)
-    return row.view({1: torch.uint8, 2: torch.int16}.get(t.itemsize, torch.int32))
-
-
-def _weighted_sum(words: Tensor, weights: Tensor) -> Tensor:
-    size = len(weights)
-    if len(words) <= size:
-        return (words * weights[: len(words)]).sum()
-    whole = len(words) // size * size
-    # The products take 8 bytes each: the cache of a CPU holds one row, an accelerator needs many at once (32 MiB).
-    rows = words[:whole].view(-1, size).split(1 if words.device.type == "cpu" else 64)
-    sums = [(block * weights).sum(1) for block in rows]
-    return _weighted_sum(torch.cat([*sums, _weighted_sum(words[whole:], weights)[None]]), weights)
 
 
 def count_parameters(model: nn.Module) -> str:

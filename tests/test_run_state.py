@@ -18,7 +18,7 @@ from learnerkit import (
     GradientAccumulation,
     distributed,
 )
-from learnerkit.utils import same
+from learnerkit.values import same
 
 
 class Counting(Callback):

@@ -12,7 +12,8 @@ from learnerkit.callback import Callback
 from learnerkit.data.rows import draw_seed
 from learnerkit.distributed import seeds
 from learnerkit.losses import no_loss
-from learnerkit.utils import describe, overrides
+from learnerkit.utils import overrides
+from learnerkit.values import describe
 
 
 class _Drawing(Callback):

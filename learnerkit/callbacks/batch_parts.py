@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from learnerkit.callbacks.precision import MixedPrecision, predictions_in_float32
-from learnerkit.data.batches import Rows, get_field, in_float32, map_batch, tensors_in, with_rows
+from learnerkit.data.batches import Rows, in_float32, with_rows
 from learnerkit.data.cuts import cut_rows, even_sizes, row_counts
 from learnerkit.distributed import seeds
 from learnerkit.explain import is_out_of_memory
@@ -20,7 +20,8 @@ from learnerkit.gradient_mean import GradientMean, host_count, scale_each
 from learnerkit.losses import loss_sums, output_of, pass_kept, take_loss, wants_loss, weighting_of
 from learnerkit.text import in_units
 from learnerkit.torch_internals import BuffersKept, hooks_left_out, leaves_of, version_of
-from learnerkit.utils import describe, forget_frames, free_memory, unwrap
+from learnerkit.utils import forget_frames, free_memory, unwrap
+from learnerkit.values import describe, get_field, map_batch, tensors_in
 
 if TYPE_CHECKING:
     from learnerkit.callbacks.splitting import SplitBatch

@@ -8,9 +8,10 @@ from torch import Tensor, nn
 
 from learnerkit import distributed
 from learnerkit.callback import Callback
-from learnerkit.data.batches import map_batch, to_device
+from learnerkit.data.batches import to_device
 from learnerkit.data.cuts import cut_rows, even_sizes, join_rows, map_rows, parted, row_counts, rows_in
-from learnerkit.utils import describe, itself, unwrap
+from learnerkit.utils import itself, unwrap
+from learnerkit.values import describe, map_batch
 
 
 class CarriedState(Callback):

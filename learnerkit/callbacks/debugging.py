@@ -10,10 +10,11 @@ from torch.profiler import profile, schedule
 
 from learnerkit import arguments, distributed
 from learnerkit.callback import Callback
-from learnerkit.data.batches import loader_len, map_batch, to_device
+from learnerkit.data.batches import loader_len, to_device
 from learnerkit.data.cuts import Share
 from learnerkit.data.iterable import LoaderView
 from learnerkit.utils import warn
+from learnerkit.values import map_batch
 
 
 class ShortLoader(LoaderView):

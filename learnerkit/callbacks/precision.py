@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from learnerkit import arguments, distributed, optim
 from learnerkit.callback import Callback
-from learnerkit.data.batches import in_float32, map_batch
+from learnerkit.data.batches import in_float32
 from learnerkit.events import CancelStepException
 from learnerkit.marks import collective
 from learnerkit.shards import is_shard, local, total_norm
@@ -27,6 +27,7 @@ from learnerkit.torch_internals import (
     set_compiled_call,
 )
 from learnerkit.utils import itself, unwrap
+from learnerkit.values import map_batch
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner

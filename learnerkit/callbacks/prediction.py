@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from learnerkit.callback import Callback
-from learnerkit.data.batches import Rows, concat, entries, gather_batches, map_batch, on_host, with_rows
+from learnerkit.data.batches import Rows, concat, gather_batches, on_host, with_rows
 from learnerkit.losses import activation_of, check_predictions, decode_of, loss_arguments, loss_name, unwrap_partial
 from learnerkit.marks import collective
-from learnerkit.utils import describe
+from learnerkit.values import describe, entries, map_batch
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from learnerkit import distributed
 from learnerkit.callback import Callback
-from learnerkit.data.batches import in_float32, map_batch
+from learnerkit.data.batches import in_float32
 from learnerkit.data.show import pyplot
 from learnerkit.explain import explain_metric
 from learnerkit.host_scalars import HostScalars
@@ -25,7 +25,8 @@ from learnerkit.losses import check_predictions, counted_parts
 from learnerkit.marks import collective
 from learnerkit.metrics import DEPENDS_ON_CUT, AccumMetric, Meter, check_columns, make_meters, weighted_mean
 from learnerkit.text import columns, did_you_mean, escaped_line, format_time
-from learnerkit.utils import describe, listify
+from learnerkit.utils import listify
+from learnerkit.values import describe, map_batch
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from learnerkit import distributed
 from learnerkit.callbacks.batch_parts import Batches, Part, distinct
-from learnerkit.data.batches import in_float32, tensors_in
+from learnerkit.data.batches import in_float32
 from learnerkit.losses import output_of, pass_kept, take_loss, wants_loss
 from learnerkit.marks import collective
 from learnerkit.torch_internals import BatchNorm, leaves_of
+from learnerkit.values import tensors_in
 
 if TYPE_CHECKING:
     from learnerkit.callbacks.splitting import SplitBatch

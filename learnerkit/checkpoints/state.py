@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from learnerkit.callback import Callback, is_ours
-from learnerkit.data.batches import entries, loader_len
+from learnerkit.data.batches import loader_len
 from learnerkit.data.order import samplers_of
 from learnerkit.losses import loss_name
 from learnerkit.metrics import metric_names
@@ -17,6 +17,7 @@ from learnerkit.run_state import keys, own_attributes
 from learnerkit.shards import own_class
 from learnerkit.text import first_few
 from learnerkit.utils import unwrap
+from learnerkit.values import entries
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner

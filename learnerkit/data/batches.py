@@ -1,8 +1,6 @@
 """Batches of nested tensors: moving, measuring, joining and gathering them."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from copy import copy
-from dataclasses import fields, is_dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -13,6 +11,7 @@ from torch.nn.utils.rnn import PackedSequence
 from learnerkit import distributed
 from learnerkit.marks import collective
 from learnerkit.utils import library_of
+from learnerkit.values import entries, is_nested, map_batch, tensors_in, with_entries
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
@@ -30,31 +29,6 @@ def _as_plain(t: Tensor) -> Tensor:
     return t.as_subclass(Tensor) if type(t) is not Tensor and library_of(t) == "fastai" else t
 
 
-def map_batch(f: Callable[[Tensor], Any], batch: Any, others: Callable[[Any], Any] | None = None) -> Any:
-    """Apply `f` to every tensor in nested tuples, lists, named tuples, mappings and dataclasses.
-
-    Args:
-        f: the function; for a packed sequence it gets only the data.
-        batch: the nested batch.
-        others: applied to all other objects in the batch, and to packed sequences.
-    """
-    if isinstance(batch, Tensor):
-        return f(batch)
-    if isinstance(batch, PackedSequence):
-        return batch._replace(data=f(batch.data)) if others is None else others(batch)
-    if isinstance(batch, tuple | list):
-        mapped = [f(b) if isinstance(b, Tensor) else map_batch(f, b, others) for b in batch]
-        return type(batch)(*mapped) if hasattr(batch, "_fields") else type(batch)(mapped)
-    if is_nested(batch):
-        return with_entries(batch, {key: map_batch(f, part, others) for key, part in entries(batch)})
-    return batch if others is None else others(batch)
-
-
-def is_nested(part: Any) -> bool:
-    """Tell whether part of a batch is a tuple, a list, a mapping or a dataclass object; `entries` takes these."""
-    return isinstance(part, tuple | list | Mapping) or (is_dataclass(part) and not isinstance(part, type))
-
-
 def on_host(batch: Any) -> Any:
     """Return a nested batch with its tensors detached and on the host; a host-device sync."""
     return map_batch(lambda t: t.detach().cpu(), batch)
@@ -63,24 +37,6 @@ def on_host(batch: Any) -> Any:
 def in_float32(t: Tensor) -> Tensor:
     """Return a tensor of lower floating-point precision as float32, and any other as it is."""
     return t.float() if t.is_floating_point() and t.itemsize < 4 else t
-
-
-def tensors_in(batch: Any) -> Iterator[Tensor]:
-    """Yield every tensor in a nested batch, in order."""
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, PackedSequence):
-        yield batch.data
-    else:
-        for _, part in entries(batch):
-            yield from tensors_in(part)
-
-
-def get_field(output: Any, name: str, default: Any = None) -> Any:
-    """Return an entry of a model's output, by key from a mapping, otherwise by attribute."""
-    if isinstance(output, Mapping):
-        return output.get(name, default)
-    return getattr(output, name, default)
 
 
 def lengths_in(part: Any, place: tuple = (), within_lists: bool = False) -> Iterator[tuple[tuple, int]]:
@@ -99,27 +55,6 @@ def lengths_in(part: Any, place: tuple = (), within_lists: bool = False) -> Iter
     else:
         for key, value in entries(part):
             yield from lengths_in(value, (*place, key), within_lists)
-
-
-def entries(part: Any) -> Iterable[tuple[Any, Any]]:
-    """Return the (key, value) pairs of a mapping, a dataclass, a tuple or a list."""
-    if isinstance(part, Mapping):
-        return part.items()
-    if isinstance(part, tuple | list):
-        return enumerate(part)
-    return [(field.name, getattr(part, field.name)) for field in fields(part)] if is_nested(part) else ()
-
-
-def with_entries(part: Any, values: Mapping[Any, Any]) -> Any:
-    """Return a copy of `part` with other values for its `entries`."""
-    if isinstance(part, Mapping):
-        return dict(values)
-    if isinstance(part, tuple | list):
-        return type(part)(*values.values()) if hasattr(part, "_fields") else type(part)(values.values())
-    twin = copy(part)
-    for name, value in values.items():
-        object.__setattr__(twin, name, value)  # the dataclass may be frozen
-    return twin
 
 
 def likely_sizes(batch: Any) -> set[int]:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from learnerkit.data.batches import entries, is_nested, with_entries
-from learnerkit.utils import describe, itself
+from learnerkit.utils import itself
+from learnerkit.values import describe, entries, is_nested, with_entries
 
 Dims = int | None | Sequence[int | None] | Mapping[str, int | None]
 """The dimension of the samples in the parts of a batch, as `DataLoaders(batch_dim=)` takes it."""

@@ -34,7 +34,8 @@ from learnerkit.data.stream import (
 )
 from learnerkit.data.weights import count_classes, labels_of, sample_weights
 from learnerkit.text import did_you_mean
-from learnerkit.utils import check_keywords, describe, suggests_keywords, warn
+from learnerkit.utils import check_keywords, suggests_keywords, warn
+from learnerkit.values import describe
 
 _WITHOUT_WORKERS: dict[str, Any] = {"timeout": 0, "prefetch_factor": None, "multiprocessing_context": None}
 _READING = ("num_workers", "collate_fn", "pin_memory", "worker_init_fn", *_WITHOUT_WORKERS)  # the options for reading

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from learnerkit import distributed
-from learnerkit.data.batches import Rows, entries, likely_sizes, rows_of, with_rows
+from learnerkit.data.batches import Rows, likely_sizes, rows_of, with_rows
 from learnerkit.text import columns, escaped_line
-from learnerkit.utils import describe, front_end
+from learnerkit.utils import front_end
+from learnerkit.values import describe, entries
 
 if TYPE_CHECKING:
     from learnerkit.data.loaders import DataLoaders

@@ -32,7 +32,7 @@ from learnerkit.data.rows import IndexBatches, draw_seed
 from learnerkit.distributed import seeds
 from learnerkit.marks import collective
 from learnerkit.torch_internals import set_worker_dataset
-from learnerkit.utils import same
+from learnerkit.values import same
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner

@@ -10,7 +10,7 @@ from torch.utils.data import ConcatDataset, Subset, TensorDataset
 from learnerkit import distributed
 from learnerkit.data.order import samplers_of
 from learnerkit.text import first_few
-from learnerkit.utils import describe
+from learnerkit.values import describe
 
 _RARE = 0.1
 """The share of the samples below which a class is reported, if it is also below half of an equal share."""

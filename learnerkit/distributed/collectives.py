@@ -20,7 +20,7 @@ from learnerkit.distributed.meeting import await_all, count_call, group, join, s
 from learnerkit.endings import may_follow
 from learnerkit.marks import collective
 from learnerkit.torch_internals import CollectiveRefusal
-from learnerkit.utils import digests
+from learnerkit.values import digests
 
 T = TypeVar("T")
 

@@ -16,7 +16,8 @@ from learnerkit.endings import ending_of
 from learnerkit.explain import mends
 from learnerkit.explain.workers import lost_worker
 from learnerkit.text import escaped_line
-from learnerkit.utils import describe, unwrap
+from learnerkit.utils import unwrap
+from learnerkit.values import describe
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner

@@ -11,11 +11,11 @@ from torch import Tensor, float64, nn, uint8
 from torch.optim import Optimizer
 
 from learnerkit import distributed
-from learnerkit.data.batches import entries, tensors_in
 from learnerkit.data.loaders import DataLoaders, unknown_keys
 from learnerkit.data.order import keep_seeds
 from learnerkit.text import first_few
-from learnerkit.utils import describe, unwrap
+from learnerkit.utils import unwrap
+from learnerkit.values import describe, entries, tensors_in
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner

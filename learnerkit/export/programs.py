@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from learnerkit import torch_internals
-from learnerkit.data.batches import map_batch, tensors_in
 from learnerkit.export.facts import KEY, Facts
 from learnerkit.files import CheckpointError, refuse_compressed, replacing
 from learnerkit.text import in_one_line
+from learnerkit.values import map_batch, tensors_in
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from learnerkit import arguments, distributed, files
 from learnerkit.callbacks.precision import ChannelsLast, MixedPrecision
-from learnerkit.data.batches import loader_len, map_batch, rows_of, tensors_in, to_device
+from learnerkit.data.batches import loader_len, rows_of, to_device
 from learnerkit.data.order import first_batch
 from learnerkit.export import programs
 from learnerkit.export.facts import KEY, Facts, facts_of
@@ -22,6 +22,7 @@ from learnerkit.files import CheckpointError, name_or_path, replacing, save_weig
 from learnerkit.inspection.undoing import give_shapes, trial
 from learnerkit.marks import collective
 from learnerkit.utils import unwrap, warn
+from learnerkit.values import map_batch, tensors_in
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner

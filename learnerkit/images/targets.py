@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from learnerkit.data.batches import map_batch
 from learnerkit.data.weights import labels_of
 from learnerkit.images.reading import ImageReader, Place
 from learnerkit.text import did_you_mean, first_few
-from learnerkit.utils import describe
+from learnerkit.values import describe, map_batch
 
 TARGETS = ("class", "classes", "numbers", "points", "boxes", "masks")
 

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from learnerkit import arguments, distributed
 from learnerkit.callback import Callback
-from learnerkit.data.batches import map_batch, tensors_in
 from learnerkit.data.show import pyplot
 from learnerkit.host_scalars import HostScalars
 from learnerkit.text import did_you_mean, first_few
 from learnerkit.torch_internals import uncompiled
 from learnerkit.utils import listify, unwrap
+from learnerkit.values import map_batch, tensors_in
 
 Layers = int | str | Iterable[int | str] | None
 """Layers, as the plots take them."""

@@ -14,7 +14,8 @@ from learnerkit.data.batches import loader_len, with_rows
 from learnerkit.data.order import first_batch, in_order, keep_seeds
 from learnerkit.data.show import DRAWN, WRONG, Table, label, note, nth, pyplot, samples_of, show
 from learnerkit.marks import collective
-from learnerkit.utils import describe, itself
+from learnerkit.utils import itself
+from learnerkit.values import describe
 
 if TYPE_CHECKING:
     from learnerkit.data.loaders import DataLoaders

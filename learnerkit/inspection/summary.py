@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from learnerkit.callbacks.precision import MODES, MixedPrecision
-from learnerkit.data.batches import entries
 from learnerkit.data.order import first_batch
 from learnerkit.data.show import WIDTH, Table
 from learnerkit.inspection.undoing import give_shapes, predict, state_tensors, trial
@@ -17,6 +16,7 @@ from learnerkit.losses import loss_name
 from learnerkit.shards import local
 from learnerkit.text import in_units
 from learnerkit.utils import count_parameters, overrides, unwrap
+from learnerkit.values import entries
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from learnerkit import run_state
 from learnerkit.callback import Callback
-from learnerkit.data.batches import rows_of, tensors_in, to_device
+from learnerkit.data.batches import rows_of, to_device
 from learnerkit.data.iterable import source_of
 from learnerkit.data.order import (
     GENERATORS,
@@ -44,6 +44,7 @@ from learnerkit.utils import (
     unexpanded,
     unwrap,
 )
+from learnerkit.values import tensors_in
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner

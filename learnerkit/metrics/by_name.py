@@ -8,7 +8,7 @@ from learnerkit.losses import ACTIVATIONS, DECODINGS, loss_name, loss_option, ru
 from learnerkit.metrics.functions import accuracy, accuracy_multi, error_rate, mae, mse, top_k_accuracy
 from learnerkit.metrics.objects import perplexity, rmse
 from learnerkit.text import did_you_mean
-from learnerkit.utils import describe
+from learnerkit.values import describe
 
 _FUNCTIONS = (accuracy, accuracy_multi, error_rate, mae, mse, perplexity, rmse, top_k_accuracy)
 OWN: dict[str, Any] = {metric.__name__: metric for metric in _FUNCTIONS}

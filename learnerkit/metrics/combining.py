@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from learnerkit import distributed
-from learnerkit.data.batches import gather_nested, map_batch, on_host
+from learnerkit.data.batches import gather_nested, on_host
 from learnerkit.marks import collective
 from learnerkit.metrics import libraries
 from learnerkit.metrics.objects import Metric
-from learnerkit.utils import same
+from learnerkit.values import map_batch, same
 
 
 class Holder(NamedTuple):

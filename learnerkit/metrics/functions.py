@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from learnerkit.losses import class_axes, decode_of, decoding, is_cross_entropy, loss_option
-from learnerkit.utils import describe
+from learnerkit.values import describe
 
 
 def accuracy(pred: Tensor, target: Tensor, axis: int | None = None, loss_func: Any = None) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from learnerkit import distributed
-from learnerkit.data.batches import gather_nested, map_batch, on_host, tensors_in, with_rows
+from learnerkit.data.batches import gather_nested, on_host, with_rows
 from learnerkit.host_scalars import HostScalars
 from learnerkit.marks import collective
 from learnerkit.metrics import libraries
@@ -21,7 +21,8 @@ from learnerkit.metrics.by_name import OWN, OfTorchmetrics
 from learnerkit.metrics.combining import combine_states, holders_of, known_torchmetrics, moved, needs_batches
 from learnerkit.metrics.functions import SHARES
 from learnerkit.metrics.objects import Metric, metric_name
-from learnerkit.utils import describe, listify, unbound
+from learnerkit.utils import listify, unbound
+from learnerkit.values import describe, map_batch, tensors_in
 
 DEPENDS_ON_CUT = "depends on how the samples are cut into batches"
 """The text of a warning about such a metric."""

@@ -35,7 +35,8 @@ from learnerkit.parallel.distributed import OWN_DEVICE, DistributedCallback, mem
 from learnerkit.processes.ends import kill_group
 from learnerkit.processes.machine import LOOPBACK
 from learnerkit.text import killed_by
-from learnerkit.utils import front_end, ipython_shell, same, warn
+from learnerkit.utils import front_end, ipython_shell, warn
+from learnerkit.values import same
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner

@@ -33,6 +33,7 @@ from learnerkit.events import (
 from learnerkit.marks import collective
 from learnerkit.parallel.watch import Watch
 from learnerkit.processes.ends import end_at_once
+from learnerkit.processes.requests import END, INTERRUPT, SAVE, Request
 from learnerkit.text import in_one_line
 
 if TYPE_CHECKING:
@@ -41,35 +42,9 @@ if TYPE_CHECKING:
 LEAVING = (KeyboardInterrupt, CancelFitException, CancelEpochException, CancelValidException, CancelTrainException)
 """The exceptions that ranks raise together, the strongest first; if ranks have several, the strongest is raised."""
 
-SAVE, INTERRUPT, END = 1, 2, 3
 
 TOLD: tuple[Any, ...] = (SAVE, INTERRUPT, END, *LEAVING)
 """The requests and reasons to leave that ranks tell each other, by a flag for each."""
-
-
-class Request:
-    """A request to a run from outside: to save, to save and raise KeyboardInterrupt, or to save and leave.
-
-    Attributes:
-        mine: the request to this rank: 0, `SAVE`, `INTERRUPT` or `END`.
-        agreed: the request that all ranks know of, at the same place of the loop.
-        since: the time at which this rank got `mine`, on the monotonic clock.
-        heard: a callback acts on requests, so Ctrl-C can wait for it.
-        failed: a rank has failed, so that nothing can be saved any more: SIGTERM ends this process at once.
-    """
-
-    def __init__(self) -> None:
-        self.mine = self.agreed = 0
-        self.since = 0.0
-        self.heard = self.failed = False
-
-    def ask(self, what: int) -> None:
-        """Request something, unless a stronger request is pending."""
-        self.mine = max(self.mine, what)
-
-    def clear(self) -> None:
-        """Forget the request; it has been served."""
-        self.mine = self.agreed = 0
 
 
 STEP, AFTER_BATCH, NEXT_BATCH = 1, 2, 3

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from learnerkit import distributed
 from learnerkit.callback import Callback, readers_of_predictions
-from learnerkit.data.batches import in_float32, map_batch, rows_of, tensors_in, to_device
+from learnerkit.data.batches import in_float32, rows_of, to_device
 from learnerkit.events import Event
 from learnerkit.losses import (
     LossWeight,
@@ -26,7 +26,8 @@ from learnerkit.losses import (
     unwrap_partial,
 )
 from learnerkit.text import first_few
-from learnerkit.utils import add_note_once, describe, overrides, spanned_devices, unwrap
+from learnerkit.utils import add_note_once, overrides, spanned_devices, unwrap
+from learnerkit.values import describe, map_batch, tensors_in
 
 
 class DataParallelCallback(Callback):

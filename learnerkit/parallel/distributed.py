@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset
 
 from learnerkit import distributed, optim
 from learnerkit.callback import Callback, Dispatch, is_ours
-from learnerkit.data.batches import loader_len, map_batch, on_host, tensors_in
+from learnerkit.data.batches import loader_len, on_host
 from learnerkit.data.order import states_at_start
 from learnerkit.large.mapped import check_values
 from learnerkit.large.units import units
@@ -26,7 +26,8 @@ from learnerkit.parallel.loaders import RankLoader, rank_loader
 from learnerkit.parallel.model_checks import check_devices, rank_norms
 from learnerkit.parallel.rank_step import COMM_HOOKS, RankStep
 from learnerkit.text import did_you_mean
-from learnerkit.utils import describe, digests, listify, spanned_devices, warn
+from learnerkit.utils import listify, spanned_devices, warn
+from learnerkit.values import describe, digests, map_batch, tensors_in
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner

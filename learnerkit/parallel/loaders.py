@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from learnerkit import distributed
-from learnerkit.data.batches import loader_len, map_batch, tensors_in
+from learnerkit.data.batches import loader_len
 from learnerkit.data.cuts import Dims, Share, cut_rows, cut_share
 from learnerkit.data.iterable import LoaderView, read_on, say_read_forward, source_of
 from learnerkit.data.order import has_state, samplers_of, with_batches
@@ -20,7 +20,8 @@ from learnerkit.data.stream import replaced_sampler, same_stream, split_evenly
 from learnerkit.distributed import seeds
 from learnerkit.marks import collective
 from learnerkit.text import first_few
-from learnerkit.utils import digests, itself, library_of, warn
+from learnerkit.utils import itself, library_of, warn
+from learnerkit.values import digests, map_batch, tensors_in
 
 if TYPE_CHECKING:
     from learnerkit.parallel.rank_step import RankStep

@@ -8,7 +8,8 @@ from torch import nn
 
 from learnerkit.text import first_few
 from learnerkit.torch_internals import BatchNorm
-from learnerkit.utils import digests, spanned_devices
+from learnerkit.utils import spanned_devices
+from learnerkit.values import digests
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner

@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Adam
 
 from learnerkit import distributed, optim
-from learnerkit.data.batches import map_batch, tensors_in
 from learnerkit.marks import collective
 from learnerkit.shards import gathered, is_shard, local, owners, put_parameter, rows_of
 from learnerkit.text import first_few, in_units
@@ -26,6 +25,7 @@ from learnerkit.torch_internals import (
     undo_fully_shard,
 )
 from learnerkit.utils import add_note_once
+from learnerkit.values import map_batch, tensors_in
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

@@ -10,13 +10,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from learnerkit import distributed
-from learnerkit.data.batches import tensors_in
 from learnerkit.gradient_mean import zero_loss
 from learnerkit.marks import collective
 from learnerkit.parallel.sharded import Shards
 from learnerkit.shards import owners
 from learnerkit.text import first_few
 from learnerkit.torch_internals import begin_backward_at, is_backward_pass, leaves_of, make_outermost
+from learnerkit.values import tensors_in
 
 if TYPE_CHECKING:
     from learnerkit.parallel.rank_step import RankStep

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from learnerkit.callbacks.recomputing import ActivationCheckpointing
-from learnerkit.data.batches import tensors_in
 from learnerkit.inspection.summary import bytes_beside, counting_kept
 from learnerkit.inspection.undoing import predict, trial
 from learnerkit.marks import collective
@@ -14,6 +13,7 @@ from learnerkit.parallel import will_shard
 from learnerkit.preflight.report import OK, Finding
 from learnerkit.text import in_units
 from learnerkit.utils import unwrap
+from learnerkit.values import tensors_in
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner

@@ -13,14 +13,15 @@ from learnerkit import distributed, optim
 from learnerkit.callback import Callback
 from learnerkit.callbacks.precision import MODES, MixedPrecision, predictions_in_float32
 from learnerkit.callbacks.recomputing import ActivationCheckpointing
-from learnerkit.data.batches import map_batch, to_device
+from learnerkit.data.batches import to_device
 from learnerkit.data.cuts import map_rows
 from learnerkit.data.order import first_batch, keep_seeds
 from learnerkit.inspection.undoing import held_tensors, state_tensors, unchanged
 from learnerkit.parallel import DataParallelCallback, will_shard
 from learnerkit.text import in_one_line
 from learnerkit.torch_internals import LiveBytes, fake_mode, hook_tables, uncompiled
-from learnerkit.utils import describe, itself, own_loss_arguments, spanned_devices, training_modes, unwrap
+from learnerkit.utils import itself, own_loss_arguments, spanned_devices, training_modes, unwrap
+from learnerkit.values import describe, map_batch
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner

@@ -22,7 +22,7 @@ from learnerkit.arguments import check_count
 from learnerkit.callback import Callback
 from learnerkit.callbacks.progress import ProgressCallback
 from learnerkit.checkpoints.callback import CheckpointCallback
-from learnerkit.data.batches import map_batch, on_host, tensors_in
+from learnerkit.data.batches import on_host
 from learnerkit.data.order import in_order, with_batches
 from learnerkit.data.stream import Seeded
 from learnerkit.distributed import seeds
@@ -38,7 +38,8 @@ from learnerkit.preflight.report import HINT, NOTHING, OK, WRONG, Finding, Repor
 from learnerkit.processes.forks import LATE, cause, join_forks, run_in_forks
 from learnerkit.text import escaped
 from learnerkit.torch_internals import BatchNorm, Dropout
-from learnerkit.utils import digests, unwrap
+from learnerkit.utils import unwrap
+from learnerkit.values import digests, map_batch, tensors_in
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from learnerkit import arguments, distributed, losses, optim
 from learnerkit.callback import Callback
 from learnerkit.callbacks.debugging import ShortLoader
-from learnerkit.data.batches import likely_sizes, map_batch, tensors_in
+from learnerkit.data.batches import likely_sizes
 from learnerkit.distributed import PeerError
 from learnerkit.endings import ending_of
 from learnerkit.events import CancelFitException, CancelValidException
@@ -27,7 +27,8 @@ from learnerkit.preflight.prediction import Seen
 from learnerkit.preflight.report import HINT, NOTHING, OK, WRONG, Finding, Report, notable
 from learnerkit.shards import gathered
 from learnerkit.text import first_few, in_one_line
-from learnerkit.utils import describe, overrides, unwrap
+from learnerkit.utils import overrides, unwrap
+from learnerkit.values import describe, map_batch, tensors_in
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner

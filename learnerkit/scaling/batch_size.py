@@ -18,7 +18,7 @@ from learnerkit.callback import Callback
 from learnerkit.callbacks.accumulation import GradientAccumulation
 from learnerkit.callbacks.debugging import ShortLoader
 from learnerkit.callbacks.training import StepBudget
-from learnerkit.data.batches import entries, loader_len
+from learnerkit.data.batches import loader_len
 from learnerkit.data.lengths import LengthBatches
 from learnerkit.data.order import keep_seeds, with_batches
 from learnerkit.explain import is_out_of_memory
@@ -31,6 +31,7 @@ from learnerkit.scaling.trials import replaced, trying
 from learnerkit.text import in_one_line, in_units
 from learnerkit.torch_internals import LiveBytes, uncompiled
 from learnerkit.utils import forget_frames, memory_of, unwrap
+from learnerkit.values import entries
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner

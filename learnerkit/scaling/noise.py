@@ -12,7 +12,7 @@ from learnerkit import arguments, distributed, optim
 from learnerkit.callback import Callback
 from learnerkit.callbacks.accumulation import GradientAccumulation
 from learnerkit.callbacks.precision import MixedPrecision, predictions_in_float32
-from learnerkit.data.batches import in_float32, likely_sizes, map_batch
+from learnerkit.data.batches import in_float32, likely_sizes
 from learnerkit.events import CancelException
 from learnerkit.gradient_mean import host_count
 from learnerkit.host_scalars import HostScalars
@@ -23,6 +23,7 @@ from learnerkit.parallel.distributed import member_of
 from learnerkit.shards import local, total_norm
 from learnerkit.torch_internals import BatchNorm, remove_hooks
 from learnerkit.utils import add_note_once, overrides, unwrap
+from learnerkit.values import map_batch
 
 _LEAST = 20  # the least number of measured steps for a value of the table, if there are so many
 _OTHERWISE = "accumulate (GradientAccumulation(n_batches=2)), or train on several ranks, where no batch is cut"

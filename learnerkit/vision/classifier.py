@@ -22,7 +22,8 @@ from learnerkit.learner import Learner
 from learnerkit.marks import collective
 from learnerkit.metrics import accuracy, mae
 from learnerkit.text import did_you_mean
-from learnerkit.utils import describe, listify, training_modes, unwrap
+from learnerkit.utils import listify, training_modes, unwrap
+from learnerkit.values import describe
 
 IMAGENET_STATS = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 """Mean and standard deviation of each channel over ImageNet, for images from 0 to 1."""

@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from learnerkit import Callback, DataLoaders, Learner, distributed
-from learnerkit.data.batches import map_batch
+from learnerkit.values import map_batch
 
 N = 7
 

@@ -9,17 +9,9 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 
 from learnerkit import DataLoaders
-from learnerkit.data.batches import (
-    Rows,
-    concat,
-    gather_batches,
-    likely_sizes,
-    map_batch,
-    tensors_in,
-    to_device,
-    with_rows,
-)
+from learnerkit.data.batches import Rows, concat, gather_batches, likely_sizes, to_device, with_rows
 from learnerkit.data.loaders import Unpacker
+from learnerkit.values import map_batch, tensors_in
 
 Pair = namedtuple("Pair", "a b")
 

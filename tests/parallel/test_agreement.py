@@ -34,8 +34,9 @@ from learnerkit import (
 )
 from learnerkit.distributed import PeerError
 from learnerkit.events import INNER_EVENTS, Event
-from learnerkit.parallel.agreement import END, Agreement
+from learnerkit.parallel.agreement import Agreement
 from learnerkit.parallel.loaders import split_evenly
+from learnerkit.processes.requests import END
 
 on_ranks = pytest.mark.ranks(2, slow=["gpus"], soak=[3])  # two GPUs: NCCL has not been tried so far
 

@@ -13,12 +13,12 @@ from torch.optim import SGD, AdamW
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Subset, TensorDataset
 
 from learnerkit import Callback, DataLoaders, GradientAccumulation, Learner, TextClassifier, TextData, scaled_lr
-from learnerkit.data.batches import tensors_in
 from learnerkit.data.lengths import LengthBatches
 from learnerkit.explain import is_out_of_memory
 from learnerkit.scaling import batch_size
 from learnerkit.scaling.batch_size import READ, BatchSize
 from learnerkit.utils import memory_of
+from learnerkit.values import tensors_in
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from helpers import assert_same_state, make_dls, make_learner, raises, state_of
 from scaling_jobs import make_learner as job
 
 from learnerkit import Callback, DataLoaders, ScalingReport
-from learnerkit.data.batches import tensors_in
+from learnerkit.values import tensors_in
 
 
 def everything(learn):

@@ -23,8 +23,8 @@ from torch import nn
 from torch.utils.data import Dataset, get_worker_info
 
 from learnerkit import Callback, CheckpointCallback, DataLoaders, Learner, TerminateOnNaNCallback, mae, set_seed
-from learnerkit.data.batches import tensors_in
-from learnerkit.parallel.agreement import END
+from learnerkit.processes.requests import END
+from learnerkit.values import tensors_in
 
 EPOCHS, STEPS, BATCH = 4, 10, 8
 RANK, ATTEMPT = int(os.environ.get("RANK", 0)), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))

@@ -22,8 +22,8 @@ from torch import nn
 from torch.utils.data import Dataset, get_worker_info
 
 from learnerkit import Callback, CancelFitException, DataLoaders, Learner, distributed, mae, set_seed
-from learnerkit.data.batches import tensors_in
 from learnerkit.utils import unwrap
+from learnerkit.values import tensors_in
 
 EPOCHS, STEPS, BATCH = 10, 10, 8  # a batch for each of two ranks
 OPTIMIZERS = {"sgd": lambda params, lr: torch.optim.SGD(params, lr, momentum=0.9), "adamw": torch.optim.AdamW}
