@@ -15,7 +15,7 @@ from learnerkit.run_state import Resumption
 
 PACKAGE = str(Path(learnerkit.__file__).parent)
 
-HELPERS = {"callback.py", "utils.py", "torch_internals.py", "text.py", "shards.py"}
+HELPERS = {"callback.py", "utils.py", "values.py", "torch_internals.py", "text.py", "shards.py"}
 """They have attributes looked up, wrappers and shards taken off and texts made safe, and know of no checkpoint."""
 
 
