@@ -43,7 +43,6 @@ from learnerkit.distributed.meeting import (
     await_all,
     compare_calls_of_users,
     count_call,
-    give_group_up,
     group,
     hear,
     join,
@@ -57,7 +56,7 @@ from learnerkit.distributed.seeds import set_seed
 __all__ = [
     "MISMATCH", "PeerError", "SAME_CALLS", "all_gather", "alone", "around_collectives", "await_all", "barrier",
     "before_collective", "broadcast", "broadcast_into", "compare_calls_of_users", "count_call", "default_device",
-    "follow_rank0", "gather_pieces", "give_group_up", "give_values", "group", "grouped_collectives", "hear",
+    "follow_rank0", "gather_pieces", "give_values", "group", "grouped_collectives", "hear",
     "is_joined", "is_main", "join", "local_rank", "mean_into", "meet", "no_collectives", "not_together",
     "noticing_standstills", "on_rank0", "rank", "rank0_first", "reduce", "same_everywhere", "set_seed",
     "spread_seeds", "store", "store_port", "tell", "warn_once", "world_size",

@@ -39,7 +39,7 @@ def join(timeout: float | timedelta | None = None, what: str = "", wait: float |
         RuntimeError: no process listens at rank 0's address within `JOIN_SECONDS`, or another program does.
         PeerError: some ranks do not come in time.
     """
-    if is_joined() and not _group_is_dead and _compared() is dist.group.WORLD:
+    if is_joined() and not group_is_dead and _compared() is dist.group.WORLD:
         return
     if world_size() == 1:
         return
@@ -50,8 +50,8 @@ def join(timeout: float | timedelta | None = None, what: str = "", wait: float |
     if not is_joined():
         _init(timeout, what, wait)
     else:
-        await_all(dist.PrefixStore("learnerkit/next" if _group_is_dead else "learnerkit/first", store()), what, wait)
-        if _group_is_dead:
+        await_all(dist.PrefixStore("learnerkit/next" if group_is_dead else "learnerkit/first", store()), what, wait)
+        if group_is_dead:
             _join_again(timeout)
     compare_calls_of_users(limit)
 
@@ -291,25 +291,19 @@ def _let_threads_settle() -> None:
     await_thread_list_lock()
 
 
-_group_is_dead = False
+group_is_dead = False
+"""The connections of torch's process group are closed: the next `join` makes another group."""
 
 
-def give_group_up() -> None:
-    """Mark torch's process group as closed: the next `join` makes another group."""
-    global _group_is_dead
-    _group_is_dead = True
-
-
-@collective
 def _join_again(timeout: timedelta | None) -> None:
-    global _group_is_dead
+    global group_is_dead
     # The new group needs its own keys: those of the old group tell of its dead connections.
     fresh = dist.PrefixStore("learnerkit/next", store())
     backend, here = dist.get_backend_config(), rank()
     size = world_size()
     dist.destroy_process_group()
     dist.init_process_group(backend, store=fresh, rank=here, world_size=size, timeout=timeout)
-    _group_is_dead = False
+    group_is_dead = False
 
 
 def _leave() -> None:

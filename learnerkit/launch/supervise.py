@@ -30,8 +30,8 @@ from learnerkit.launch.report import (
     say,
     stopped_by,
 )
-from learnerkit.processes.ends import kill_group
 from learnerkit.processes.heartbeat import Heartbeat
+from learnerkit.processes.rank_main import kill_group
 from learnerkit.text import signal_name
 
 T = TypeVar("T")

@@ -32,8 +32,8 @@ from learnerkit.launch.environment import Topology, rank_environment
 from learnerkit.notebook import settings, transfer
 from learnerkit.notebook.pickling import load_error
 from learnerkit.parallel.distributed import OWN_DEVICE, DistributedCallback, member_of
-from learnerkit.processes.ends import kill_group
 from learnerkit.processes.machine import LOOPBACK
+from learnerkit.processes.rank_main import kill_group
 from learnerkit.text import killed_by
 from learnerkit.utils import front_end, ipython_shell, warn
 from learnerkit.values import same

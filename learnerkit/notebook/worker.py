@@ -23,8 +23,7 @@ import torch
 from learnerkit import distributed, torch_internals
 from learnerkit.endings import ExceptionReport, ending_of
 from learnerkit.notebook import pickling, settings, transfer
-from learnerkit.processes.ends import kill_group
-from learnerkit.processes.rank_main import user_traceback
+from learnerkit.processes.rank_main import kill_group, user_traceback
 from learnerkit.utils import forget_frames
 
 

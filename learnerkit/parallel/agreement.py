@@ -32,7 +32,7 @@ from learnerkit.events import (
 )
 from learnerkit.marks import collective
 from learnerkit.parallel.watch import Watch
-from learnerkit.processes.ends import end_at_once
+from learnerkit.processes.rank_main import end_at_once
 from learnerkit.processes.requests import END, INTERRUPT, SAVE, Request
 from learnerkit.text import in_one_line
 

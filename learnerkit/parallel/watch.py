@@ -207,7 +207,7 @@ class Watch:
             failure: the reason, if no earlier one is known.
         """
         self.failure = self.failure or failure
-        distributed.give_group_up()
+        meeting.group_is_dead = True
         for pair, line in open_sockets():
             if pair in self._lines:
                 with suppress(OSError):  # the peer was quicker

@@ -23,9 +23,8 @@ import torch.distributed as dist
 from learnerkit.endings import Ending, ExceptionReport, ending_of
 from learnerkit.files import save_whole
 from learnerkit.marks import collective
-from learnerkit.processes.ends import kill_group
 from learnerkit.processes.machine import LOOPBACK, LOOPBACK_INTERFACE
-from learnerkit.processes.rank_main import user_traceback
+from learnerkit.processes.rank_main import kill_group, user_traceback
 
 
 def run_in_forks(jobs: Sequence[Callable[[Path], dict]], end: float) -> list[Any]:

@@ -45,7 +45,7 @@ def test_a_rank_that_waits_now_and_then_has_not_come_to_a_standstill(monkeypatch
 def test_the_first_failure_that_is_told_is_kept(monkeypatch):
     monkeypatch.setattr(watch, "open_sockets", lambda: ())
     monkeypatch.setattr(watch.dist, "get_backend_config", lambda: "cpu:gloo")
-    monkeypatch.setattr(meeting, "_group_is_dead", False)
+    monkeypatch.setattr(meeting, "group_is_dead", False)
     told = [json.dumps(["failed", vars(Ending(rank=rank, cause="it"))]) for rank in (2, 1)]
     messages = iter([*told, STOP])
     rank = SimpleNamespace(
