@@ -295,6 +295,7 @@ group_is_dead = False
 """The connections of torch's process group are closed: the next `join` makes another group."""
 
 
+@collective
 def _join_again(timeout: timedelta | None) -> None:
     global group_is_dead
     # The new group needs its own keys: those of the old group tell of its dead connections.
