@@ -400,7 +400,7 @@ class LossWeight:
         for name, (part, counted) in self.counts_of(learn.yb, learn.batch_size, learn.output).items():
             count = host_count(counted)
             if not counts_something(count):
-                continue  # it may be the NaN of an empty mean
+                continue  # the mean of no samples is NaN
             if isinstance(count, Tensor):
                 part = torch.where(count > 0, part, 0.0)
             if part.requires_grad and learn.n_ranks > 1:

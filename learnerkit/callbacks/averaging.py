@@ -521,7 +521,7 @@ class _Statistics(Callback):
             norm.train()
             norm.reset_running_stats()
             norm.momentum = None  # BatchNorm then takes a plain mean over the batches.
-            if isinstance(norm, nn.SyncBatchNorm):  # Its own would wait for ranks with fewer batches.
+            if isinstance(norm, nn.SyncBatchNorm):  # its `forward` would wait for ranks with fewer batches
                 vars(norm)["forward"] = partial(BatchNorm.forward, norm)
 
     def before_batch(self) -> None:

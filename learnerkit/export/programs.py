@@ -171,7 +171,7 @@ class Program(nn.Module):
         return self.program(*args, **kwargs)
 
     def train(self, mode: bool = True) -> "Program":
-        """Stay in the mode of prediction: a program has no other."""
+        """Stay in eval mode, the only mode that an exported program has."""
         if mode:
             raise ValueError(
                 "a program of torch.export predicts as it was exported, and cannot be trained: load the weights "

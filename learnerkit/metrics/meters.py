@@ -470,7 +470,7 @@ class MergingMeter(Meter):
         is_known = libraries.is_torcheval(self.metric)
         mine = on_host(self.metric.state_dict()) if is_known else self.metric
         everyone = distributed.all_gather((self._has_seen, mine))
-        self._own = everyone[distributed.rank()][1]  # a copy: it was sent
+        self._own = everyone[distributed.rank()][1]  # each rank gets a copy of the object, as it was sent
         first, *rest = [state for has_seen, state in everyone if has_seen] or [self._own]
         if is_known:
             others = [_loaded(copy.deepcopy(self.metric), state) for state in rest]
