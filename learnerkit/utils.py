@@ -170,9 +170,8 @@ def spanned_devices(model: nn.Module) -> list[torch.device]:
     accelerators.
     """
     maps = [getattr(m, "hf_device_map", None) for m in model.modules()]
-    names = dict.fromkeys(str(name) for places in maps if isinstance(places, Mapping) for name in places.values())
-    if "disk" in names:
-        names = dict.fromkeys("meta" if name == "disk" else name for name in names)
+    places = [str(place) for each in maps if isinstance(each, Mapping) for place in each.values()]
+    names = dict.fromkeys("meta" if place == "disk" else place for place in places)
     devices = [torch.device(int(name) if name.isdigit() else name) for name in names]
     devices = devices or list(dict.fromkeys(p.device for p in model.parameters() if p.device.type not in _HOST))
     return sorted(devices, key=lambda device: device.type in _HOST) if len(devices) > 1 else []

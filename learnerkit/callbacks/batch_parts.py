@@ -53,7 +53,9 @@ class Batches:
     """
 
     def __init__(self, cb: "SplitBatch", params: list[Tensor]) -> None:
-        self.cb, self.learn, self.params = cb, cb.learn, params
+        self.cb = cb
+        self.learn = cb.learn
+        self.params = params
         self._is_open = False
         beside = [loss] if isinstance(loss := self.learn.loss_func, nn.Module) else []
         self._buffers = BuffersKept([unwrap(self.learn.model), *beside]) if params else None
@@ -139,7 +141,9 @@ class Batches:
 
     def _note_batch(self) -> None:
         learn = self.learn
-        self.rows, self._xb, self._yb = learn.batch_size, learn.xb, learn.yb
+        self.rows = learn.batch_size
+        self._xb = learn.xb
+        self._yb = learn.yb
         self._versions_of_inputs, self._versions_of_targets = _versions(learn.xb), _versions(learn.yb)
 
     def _loss(self) -> None:
@@ -176,11 +180,10 @@ class Batches:
 
     def _note(self, everything: bool) -> None:
         """Save the state that a try changes; with `everything` also the random states of Python and numpy (slower)."""
-        device = self.learn.dls.device
         if self._buffers is not None:
             self._buffers.keep()
         host: Any = seeds.seed_states() if everything else torch.get_rng_state()
-        self._streams = host, [] if device.type == "cpu" else seeds.device_states(device)
+        self._streams = host, seeds.device_states(self.learn.dls.device)
 
     def _put_back(self) -> None:
         """Restore the state that `_note` has saved."""
@@ -334,7 +337,9 @@ class Batches:
         scaler = self._precision.scaler if self._precision and learn.training else None
         self._scale = scaler.scale(torch.ones((), device=learn.dls.device)) if scaler else 1.0
         self._autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-        mean, losses, seen = GradientMean(loss_sums(learn)), list[tuple[Any, Any]](), list[tuple[Any, Any]]()
+        mean = GradientMean(loss_sums(learn))
+        losses = list[tuple[Any, Any]]()
+        seen = list[tuple[Any, Any]]()
         reached = set[Tensor]()  # A callback may make a loss of the predictions.
         keeps = len(self.cut) == 1 or not learn.training or self.cb.keeps_predictions()
         with self._passes() as gradients:
@@ -378,7 +383,9 @@ class Batches:
 
     def _put_on(self) -> None:
         """Set the learner's predictions for the whole batch; in training they have a graph."""
-        learn, results, last = self.learn, self._found, self._shown
+        learn = self.learn
+        results = self._found
+        last = self._shown
         dim = learn.dls.dims_of(learn.xb, learn.yb)[2]
         counts = [get_field(results.outputs[0][1], name) for name in weighting_of(learn).entries]
         whole, ways = _joined(results.outputs, self.cut, results.shares, dim, counts)
@@ -388,7 +395,9 @@ class Batches:
             by_place = {way.place: way for _, way in ways}
             self._ways = [(t, by_place.get(way.place, way)) for t, way in self._ways]
             return
-        self._is_computed, self._ways, self._root = True, ways, results.total
+        self._is_computed = True
+        self._ways = ways
+        self._root = results.total
         outputs = [t for t, _ in ways]
         if learn.training:
             self._root, linked = self._linked_to(outputs)
@@ -403,12 +412,13 @@ class Batches:
 
     def _linked_to(self, outputs: list[Tensor]) -> tuple[Any, Sequence[Tensor]]:
         """Return the loss, and these outputs, as functions of the parameters."""
-        root, linked_outputs, total = self._found.total, outputs, self._found.total
+        root = self._found.total
+        linked_outputs: Sequence[Tensor] = outputs
         inputs = {leaf: t for t, leaf in self._leaves.items()}
         self._linked = list(self._found.gradients)
         linked = [inputs.get(p, p) for p in self._linked]
         if linked:
-            (root,) = _OfParts.apply(self.of_loss, 1, total, *linked)
+            (root,) = _OfParts.apply(self.of_loss, 1, root, *linked)
         self._linked_by_outputs = [*self._linked, *self._found.reached]
         if outputs and self._linked_by_outputs:
             linked += [inputs.get(p, p) for p in self._found.reached]

@@ -79,8 +79,7 @@ def push_to_hub(
 
     name = exported_path(fname, Path()).name
     if not distributed.is_main():
-        if learn.shards is not None:
-            export(learn, Path(name))  # Rank 0 gathers the rows of all ranks; nothing is written here.
+        export(learn, Path(name))  # it writes nothing here, but gives rank 0 the rows of a model that is divided
         return None
     hub = HfApi(token=token)
     with TemporaryDirectory() as folder:

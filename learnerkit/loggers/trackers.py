@@ -407,8 +407,10 @@ class MLflowCallback(Tracker):
 
         active = mlflow.active_run()
         if self._is_own and active is not None and active.info.run_id == self._id:
-            error = sys.exception()
-            mlflow.end_run("FINISHED" if error is None else "FAILED" if isinstance(error, Exception) else "KILLED")
+            error, status = sys.exception(), "FINISHED"
+            if error is not None:
+                status = "FAILED" if isinstance(error, Exception) else "KILLED"
+            mlflow.end_run(status)
 
 
 class TrackioCallback(_Service):

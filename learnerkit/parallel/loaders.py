@@ -404,15 +404,8 @@ def rank_loader(
         )
     if not dl.in_order and dl.num_workers:
         raise ValueError(f"{name} has in_order=False; sharing batches out among ranks needs their order")
-    cut = partial(
-        cut_share,
-        rank=distributed.rank(),
-        ranks=distributed.world_size(),
-        dims=dims,
-        least=least,
-        name=name,
-        count=count,
-    )
+    rank, ranks = distributed.rank(), distributed.world_size()
+    cut = partial(cut_share, rank=rank, ranks=ranks, dims=dims, least=least, name=name, count=count)
     if isinstance(dl.dataset, IterableDataset):
         stream_loader = RankStreamLoader(
             dl, name, rank_step=rank_step, split=split, sharded=sharded, join=join, dims=dims, cut=cut, count=count
@@ -426,15 +419,7 @@ def rank_loader(
             "one process (or shuffle=True), and every rank gets its part of it"
             " (errors.html#rank-loader)"
         )
-    replaced = replaced_sampler(
-        dl,
-        rank=distributed.rank(),
-        ranks=distributed.world_size(),
-        split=split,
-        least=least,
-        training=training,
-        count=sizes,
-    )
+    replaced = replaced_sampler(dl, rank=rank, ranks=ranks, split=split, least=least, training=training, count=sizes)
     stream = next(iter(replaced.values()))
     return RankLoader(with_batches(dl, **replaced), stream, dims, cut if stream.opaque and split else None, rank_step)
 

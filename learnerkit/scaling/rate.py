@@ -92,8 +92,11 @@ def batch_samples(dls: DataLoaders) -> int | None:
 
 def _epoch_samples(dl: Any, size: int) -> int | None:
     """Return the samples that one process reads in an epoch, at most; `None` if it is not known."""
-    stream, samplers = isinstance(getattr(dl, "dataset", None), IterableDataset), samplers_of(dl)
-    drawn = loader_len(dl.dataset if stream else samplers[1] if len(samplers) > 1 else None)
+    samplers = samplers_of(dl)
+    source = samplers[1] if len(samplers) > 1 else None
+    if isinstance(getattr(dl, "dataset", None), IterableDataset):
+        source = dl.dataset
+    drawn = loader_len(source)
     batches = loader_len(dl)
     known = [count for count in (drawn, None if batches is None else batches * size) if count is not None]
     return min(known, default=None)
@@ -121,7 +124,10 @@ class ScaledLR(optim.Later):
     """A learning rate, or a schedule of it, that is scaled to the batch when a fit begins; `scaled_lr` makes it."""
 
     def __init__(self, lr: Any, at: int, rule: str | None, then: tuple[Callable[[Any], Any], ...] = ()) -> None:
-        self.lr, self.at, self.rule, self.then = lr, at, rule, then
+        self.lr = lr
+        self.at = at
+        self.rule = rule
+        self.then = then
         self.is_schedule = callable(lr) or bool(then)
 
     def __repr__(self) -> str:

@@ -379,7 +379,7 @@ def made(what: str, module: ModuleType, entry: Any, defaults: dict[str, Any]) ->
         defaults: values for options that the class has and the entry lacks.
     """
     suffix = what.capitalize()
-    options = {} if isinstance(entry, str) else dict(entry) if isinstance(entry, dict) else {"name": None}
+    options = dict(entry) if isinstance(entry, dict) else {}
     name = entry if isinstance(entry, str) else options.pop("name", None)
     # The brute-force sampler ends a search from inside Optuna's own loop; "algorithm": "grid" tries all here.
     left_out = (
