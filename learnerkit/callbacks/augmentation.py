@@ -74,7 +74,10 @@ class BatchTransform(_Drawing):
         super().__init__()
         if not callable(fn) or isinstance(fn, type):
             raise TypeError(f"got fn={fn!r}; it is a function of a batch of inputs, such as v2.RandomHorizontalFlip()")
-        self.fn, self.run_train, self.run_valid, self.with_targets = fn, train, valid, with_targets
+        self.fn = fn
+        self.run_train = train
+        self.run_valid = valid
+        self.with_targets = with_targets
 
     def before_batch(self) -> None:
         learn = self.learn
@@ -176,7 +179,9 @@ class _Mixing(_Drawing):
         if self._mixed is None:
             return
         learn, (share, _) = self.learn, self._mixed
-        loss, loss_grad, targets = learn.loss, learn.loss_grad, learn.yb
+        loss = learn.loss
+        loss_grad = learn.loss_grad
+        targets = learn.yb
         learn.yb = self._others
         try:
             learn._loss()

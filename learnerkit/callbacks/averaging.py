@@ -77,7 +77,9 @@ class _Averaging(Callback):
         "Replace the tensors by their shards if the model has been sharded, and shard a loaded average like them."
         if self.learn.shards is None or any(map(is_shard, self._own.values())):
             return
-        old, self._average, self._copies = self._average, {}, []
+        old = self._average
+        self._average = {}
+        self._copies = []
         self._take_again()
         if old:
             self._begin()
@@ -224,7 +226,11 @@ class EMA(_Averaging):
         for name, value in (("module", module), ("of", of)):
             if not (value is None or isinstance(value, nn.Module)):
                 raise TypeError(f"got {name}={value!r}; it is a module, such as learn.model or a part of it")
-        self.decay, self.every, self.start, self.module, self.of = decay, every, start, module, of
+        self.decay = decay
+        self.every = every
+        self.start = start
+        self.module = module
+        self.of = of
         self.warmup = module is None if warmup is None else warmup
         self._steps = 0  # optimizer steps of this fit
         self._share: float | None = None  # the share of training at a step whose update is still to come

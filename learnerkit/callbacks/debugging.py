@@ -49,7 +49,10 @@ class RepeatingLoader(LoaderView):
 
     def __init__(self, dl: Any, n: int, device: torch.device, kept: list[tuple[Any, dict]], first: int = 0) -> None:
         super().__init__(dl)
-        self.n, self.device, self.kept, self.first = n, device, kept, first
+        self.n = n
+        self.device = device
+        self.kept = kept
+        self.first = first
 
     def __iter__(self) -> Iterator:
         length, step = loader_len(self.loader), self.first - 1
@@ -109,7 +112,9 @@ class ShortEpochCallback(_LoaderSwap):
             raise ValueError(f"got pct={pct}; it is a share of the batches, above 0 and at most 1")
         if n is not None:
             arguments.check_count("n", n, "a number of batches")
-        self.pct, self.n, self.short_valid = pct, n, short_valid
+        self.pct = pct
+        self.n = n
+        self.short_valid = short_valid
 
     def before_train(self) -> None:
         self._swap(ShortLoader(self.learn.dl, self._batches(), self.learn.first_iter))
@@ -200,7 +205,9 @@ class Profiler(Callback):
         first, last = steps
         arguments.check_count("steps[0]", first, "the first step to record", least=1)
         arguments.check_count("steps[1]", last, "the last step to record", least=first)
-        self.folder, self.steps, self.options = Path(folder), (first, last), options
+        self.folder = Path(folder)
+        self.steps = (first, last)
+        self.options = options
         self.path: Path | None = None
 
     def before_fit(self) -> None:

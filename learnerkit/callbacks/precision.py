@@ -246,7 +246,10 @@ class GradientClip(Callback):
                     f"got max_value={max_value} with max_norm={max_norm} and each={each}; max_value clips elements and "
                     "no norm: leave the others out, or take two callbacks GradientClip"
                 )
-        self.max_norm, self.norm_type, self.max_value, self.each = max_norm, norm_type, max_value, each
+        self.max_norm = max_norm
+        self.norm_type = norm_type
+        self.max_value = max_value
+        self.each = each
         self.logs = ("grad_norm",) if log else ()
 
     @collective

@@ -38,7 +38,9 @@ class GatherPredictions(Callback):
         super().__init__()
         if on not in ("all", "rank0"):
             raise ValueError(f"got on={on!r}; predictions come on='all' ranks or on='rank0'")
-        self.with_input, self.with_loss, self.with_decoded = with_input, with_loss, with_decoded
+        self.with_input = with_input
+        self.with_loss = with_loss
+        self.with_decoded = with_decoded
         self.act, self._on = act, on
         self.items: tuple = ()
         self._batches: list[tuple[int, dict]] = []
@@ -55,7 +57,9 @@ class GatherPredictions(Callback):
         if not learn.batch_size:
             return
         check_predictions(learn)
-        pred, xb, yb = learn.pred, learn.xb, learn.yb
+        pred = learn.pred
+        xb = learn.xb
+        yb = learn.yb
         if learn.dls.batch_dim != 0:
             pred, xb, yb = learn.dls.samples_first(pred, xb, yb, learn.batch_size)
         items = {"preds": with_rows(pred, learn.batch_size)}
@@ -175,7 +179,9 @@ class KeepPredictions(Callback):
 def predicted(learn: "Learner", n: int, act: Callable[[Tensor], Tensor] | None) -> list[Prediction]:
     """Split `learn.pred` of a batch of `n` samples into a `Prediction` for each; `act`: as in `Learner.predict`."""
     check_predictions(learn)
-    names, rule, raw = learn.dls.target_names, _rule(learn), on_host(learn.pred)
+    names = learn.dls.target_names
+    rule = _rule(learn)
+    raw = on_host(learn.pred)
     parts = (_decoded(learn.loss_func, raw, names), act(raw) if act else raw, raw)
     predictions = []
     for decoded, pred, one in zip(*(_each(part, n) for part in parts), strict=True):

@@ -137,7 +137,9 @@ class Evaluation:
     """
 
     def __init__(self, meters: list[Meter], learn: "Learner") -> None:
-        self.meters, self.sharded, self.weighting = meters, learn.n_ranks > 1, learn._loss_weighting
+        self.meters = meters
+        self.sharded = learn.n_ranks > 1
+        self.weighting = learn._loss_weighting
         self.loss, self.batches = LossMeter(self.weighting.parts), 0
         self._is_fresh = True
 
@@ -295,7 +297,9 @@ class Smoother:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the values of finished epochs."""
-        self.values, self.given, self._seen = list(state["values"]), list(state["given"]), 0
+        self.values = list(state["values"])
+        self.given = list(state["given"])
+        self._seen = 0
         self._average, self._count = state["average"]
         self._epoch_start = (len(self.values), self._average, self._count)
 
@@ -662,7 +666,10 @@ class Recorder(Callback):
             return None
         if ax is None:
             ax = pyplot("plot_loss").subplots()[1]
-        losses, valid, ends, before = [], [], [], 0
+        losses = []
+        valid = []
+        ends = []
+        before = 0
         fits: list[Any] = [*(self.history if all_fits else []), self]
         for fit in fits:
             if "valid_loss" in fit.metric_names:

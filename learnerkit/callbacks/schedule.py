@@ -307,7 +307,9 @@ class TorchScheduler(Callback):
             raise ValueError(f"got step={step!r}; it takes 'batch' or 'epoch'{did_you_mean(step, ['batch', 'epoch'])}")
         if monitor is not None and step == "batch":
             raise ValueError(f"monitor={monitor!r} is a column of the table, which has rows for epochs: step='epoch'")
-        self.make, self.step, self.monitor = make, step, monitor
+        self.make = make
+        self.step = step
+        self.monitor = monitor
         self._schedulers: list[Any] = []
         self._undo: list[Callable[[], None]] = []
         self._stepped = False

@@ -228,7 +228,9 @@ class ShardedBatches(Batches):
         learn = self.learn
         n = 2 if any(isinstance(m, BatchNorm) for m in learn.model.modules()) else 1  # One sample has no variance.
         learn.xb, learn.yb = self._between(0, n)
-        learn.batch_size, learn.loss, learn.loss_grad = 0, None, None
+        learn.batch_size = 0
+        learn.loss = None
+        learn.loss_grad = None
         self._own["_forward"]()
 
 

@@ -69,7 +69,9 @@ class TrackerCallback(Callback):
             raise ValueError(f"got min_delta={min_delta}; it is 0 or more, also where less is better")
         if comp is not None and not callable(comp):
             raise TypeError(f"got comp={comp!r}; {_COMP}")
-        self.monitor, self.min_delta, self.reset_on_fit = monitor, min_delta, reset_on_fit
+        self.monitor = monitor
+        self.min_delta = min_delta
+        self.reset_on_fit = reset_on_fit
         self.comp = comp or (operator.lt if _LESS_IS_BETTER.search(monitor) else operator.gt)
         less, more = bool(self.comp(0.0, 1.0)), bool(self.comp(1.0, 0.0))
         if less == more:
@@ -82,7 +84,9 @@ class TrackerCallback(Callback):
         check_monitor(self.learn, self.monitor)
         if self.reset_on_fit:
             self.best = -self._sign * math.inf
-        self.new_best, self._rows, self._rows_with_column = False, 0, 0
+        self.new_best = False
+        self._rows = 0
+        self._rows_with_column = 0
 
     @collective
     def after_epoch(self) -> None:
@@ -162,7 +166,9 @@ class SaveModelCallback(TrackerCallback):
             raise ValueError(f"got every_epoch={every_epoch!r}; it is True, False or a number of epochs")
         file = name_or_path(fname)
         self.fname = file if isinstance(file, Path) else file.removesuffix(".pth")
-        self.every_epoch, self.at_end, self.with_opt = every_epoch, at_end, with_opt
+        self.every_epoch = every_epoch
+        self.at_end = at_end
+        self.with_opt = with_opt
         self.last_saved_path: Path | None = None
         self._best_path: Path | None = None  # the file of `best`
 

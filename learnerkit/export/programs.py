@@ -54,7 +54,10 @@ class Predictor(nn.Module):
                 learn._forward()
                 return learn.pred
             finally:
-                learn.batch, learn.xb, learn.pred, learn.output = None, (), None, None
+                learn.batch = None
+                learn.xb = ()
+                learn.pred = None
+                learn.output = None
 
         named: Any = forward
         named.__signature__ = Signature([Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in names])

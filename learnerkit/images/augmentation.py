@@ -44,7 +44,11 @@ class ImageAugmentation:
         for name, (least, largest), most in (("scale", scale, 1), ("ratio", ratio, math.inf)):
             if not 0 < least <= largest <= most:
                 raise ValueError(f"got {name}=({least}, {largest}); it is (least, largest), above 0 and up to {most}")
-        self.scale, self.ratio, self.flip, self.rotate, self.light = scale, ratio, flip, rotate, light
+        self.scale = scale
+        self.ratio = ratio
+        self.flip = flip
+        self.rotate = rotate
+        self.light = light
         self.size = (size, size) if isinstance(size, int) else size
 
     def __repr__(self) -> str:

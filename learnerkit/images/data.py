@@ -318,7 +318,9 @@ class ImageData:
         return dls
 
     def _with_loaders(self, dls: Any) -> "ImageDataLoaders":
-        dls.data, dls.targets, dls.preprocessing = self, self.targets, json.loads(self.to_json())
+        dls.data = self
+        dls.targets = self.targets
+        dls.preprocessing = json.loads(self.to_json())
         return dls
 
     # Files

@@ -237,7 +237,10 @@ class ReadImages(Dataset):
         targets: TargetReader | None = None,
         transform: Callable[..., Any] | None = None,
     ) -> None:
-        self.samples, self.reader, self.targets, self.transform = samples, reader, targets or TargetReader(), transform
+        self.samples = samples
+        self.reader = reader
+        self.targets = targets or TargetReader()
+        self.transform = transform
 
     @property
     def classes(self) -> Sequence[str] | None:

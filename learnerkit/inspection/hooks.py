@@ -41,7 +41,10 @@ class Hook:
         self, module: nn.Module, func: Callable[[nn.Module, Any, Any], Any] | None = None, is_forward: bool = True,
         detach: bool = True, cpu: bool = False,
     ) -> None:  # fmt: skip
-        self.func, self.detach, self.cpu, self.stored = func, detach, cpu, None
+        self.func = func
+        self.detach = detach
+        self.cpu = cpu
+        self.stored = None
         register = module.register_forward_hook if is_forward else module.register_full_backward_hook
         self._handle = register(self._call)
 
@@ -136,7 +139,9 @@ class ActivationStats(Callback):
     def __init__(self, modules: Any = None, every: int | None = None, with_hist: bool = False) -> None:
         super().__init__()
         arguments.check_count("every", 1 if every is None else every, "a number of training batches")
-        self.modules, self.every, self.with_hist = listify(modules), every or 1, with_hist
+        self.modules = listify(modules)
+        self.every = every or 1
+        self.with_hist = with_hist
         self._off = ExitStack()
         self._hooked: list[tuple[str, nn.Module]] = []
         self._begin()

@@ -56,7 +56,10 @@ class ClassificationInterpretation:
         self, dls: "DataLoaders", dl: Any, preds: Tensor, targets: Tensor, decoded: Tensor, losses: Tensor | None
     ) -> None:
         self.dls, self.dl = dls, dl
-        self.preds, self.targets, self.decoded, self.losses = preds, targets, decoded, losses
+        self.preds = preds
+        self.targets = targets
+        self.decoded = decoded
+        self.losses = losses
         scored = preds.shape[1] if preds.ndim == 2 else 0
         most = max(scored, 2, int(targets.max()) + 1, int(decoded.max()) + 1)
         names = list(map(str, dls.classes or []))
@@ -153,7 +156,9 @@ class ClassificationInterpretation:
         A share of nothing counts as 0, as in scikit-learn.
         """
         counts = self.confusion_matrix().double()
-        hits, support, said = counts.diag(), counts.sum(1), counts.sum(0)
+        hits = counts.diag()
+        support = counts.sum(1)
+        said = counts.sum(0)
         precision, recall = hits / said.clamp(min=1), hits / support.clamp(min=1)
         scores = torch.stack([precision, recall, 2 * hits / (support + said).clamp(min=1)], dim=1)
         total, shares = int(support.sum()), support / support.sum().clamp(min=1)

@@ -302,7 +302,9 @@ def _clone(x: Tensor) -> Tensor:
 
 def _put_back_optimizer(opt: Optimizer, keep: Callable[[Tensor], Tensor]) -> Callable[[], None]:
     """Return a function that restores an optimizer's groups, their hyper-parameters, and its state."""
-    groups, held, state = group_restorer(opt), opt.state, restorer(opt.state, keep)
+    groups = group_restorer(opt)
+    held = opt.state
+    state = restorer(opt.state, keep)
 
     def put_back() -> None:
         groups()

@@ -19,7 +19,9 @@ class EncodedTexts(Dataset):
     """
 
     def __init__(self, ids: Tensor, lengths: Tensor, labels: Tensor | None = None) -> None:
-        self.ids, self.lengths, self.labels = ids, lengths, labels
+        self.ids = ids
+        self.lengths = lengths
+        self.labels = labels
         self._ends = lengths.cumsum(0).tolist()
 
     def __len__(self) -> int:

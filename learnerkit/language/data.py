@@ -231,7 +231,9 @@ class TextData:
     ) -> "TextDataLoaders":
         """Make `TextDataLoaders` of existing loaders."""
         dls = TextDataLoaders(train, valid, device=device, classes=self.classes, decode=self.decode)
-        dls.data, dls.tokens, dls.preprocessing = self, tokens, json.loads(self.to_json())
+        dls.data = self
+        dls.tokens = tokens
+        dls.preprocessing = json.loads(self.to_json())
         return dls
 
     def _loader(

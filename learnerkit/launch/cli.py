@@ -48,7 +48,9 @@ def main(argv: Sequence[str] | None = None, prog: str = "learnerkit.launch") -> 
 
 def run(plan: Plan) -> int:
     """Run attempts until one succeeds, or none is left, and return the exit code."""
-    job, restarts, number = plan.job, plan.restarts, 0
+    job = plan.job
+    restarts = plan.restarts
+    number = 0
     rendezvous = Rendezvous(plan.nodes, job.timeout or 300.0, say) if plan.nodes else None
     attempt: Attempt | None = None
 

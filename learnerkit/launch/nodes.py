@@ -41,7 +41,9 @@ class GroupAttempt(Attempt):
         self, topology: Topology, listener: socket.socket | None, names: list[str], store: Any, rendezvous: Rendezvous
     ) -> None:
         super().__init__(topology, listener)
-        self.names, self.store, self.rendezvous = names, store, rendezvous
+        self.names = names
+        self.store = store
+        self.rendezvous = rendezvous
         self._signs: dict[int, tuple[bytes, float]] = {}  # the last sign of life of each node, and when it came
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)

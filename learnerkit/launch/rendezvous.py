@@ -53,7 +53,9 @@ class Rendezvous:
     """
 
     def __init__(self, spec: Static | Elastic, patience: float, say: Callable[[str], None]) -> None:
-        self.spec, self.patience, self.say = spec, patience, say
+        self.spec = spec
+        self.patience = patience
+        self.say = say
         self.endpoint = f"{spec.address}:{spec.port}"
         self._store: Any = None  # static: of all attempts
         self._handler: Any = None  # elastic: torch's

@@ -263,7 +263,9 @@ class Logger(Callback):
         if self._handle is None or self._newest > state["newest"]:
             self._release()
             self._goes_back = True
-        self._id, self._before, self._newest = state["id"], state["before"], state["newest"]
+        self._id = state["id"]
+        self._before = state["before"]
+        self._newest = state["newest"]
         self._written, self._seen = state["written"], dict(state["seen"])
         self._rows, self._noted = state["rows"], state["noted"]
 

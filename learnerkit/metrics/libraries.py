@@ -122,7 +122,10 @@ class HoldsTheWhole:
     """
 
     def __init__(self, metric: Any, owner: Any, asked: Callable[[], bool]) -> None:
-        self.metric, self.owner, self.asked, self.updates = metric, owner, asked, update_count(metric)
+        self.metric = metric
+        self.owner = owner
+        self.asked = asked
+        self.updates = update_count(metric)
         owner._cache = {}  # `reset` sets it to None.
 
     def __call__(self) -> bool:

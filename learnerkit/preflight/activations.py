@@ -51,7 +51,9 @@ def judge_activations(learn: "Learner", batch: Any) -> list[Finding]:
 @collective
 def _kept(learn: "Learner", batch: Any) -> int:
     """Return the bytes that a batch keeps; the forward pass of each rank gathers what it needs."""
-    model, shards, size = unwrap(learn.model), learn.shards, 0
+    model = unwrap(learn.model)
+    shards = learn.shards
+    size = 0
     if shards is not None:
         shards.begin_votes()
     if batch is not None:
@@ -68,7 +70,9 @@ def _measured(learn: "Learner", batch: Any) -> tuple[int, float]:
     """Return the bytes that a batch keeps, and the seconds of its forward and backward pass."""
     from learnerkit.scaling.parts import waiter  # Most fits do not need it.
 
-    model, wait, seconds = unwrap(learn.model), waiter(learn.dls.device), list[float]()
+    model = unwrap(learn.model)
+    wait = waiter(learn.dls.device)
+    seconds = list[float]()
     with trial(learn, model.train()):
         for _ in range(_RUNS):
             with counting_kept(learn) as kept:

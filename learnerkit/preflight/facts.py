@@ -35,7 +35,9 @@ class Board:
     seconds = 30.0
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
-        self.store, self.rank, self.size = store, rank, size
+        self.store = store
+        self.rank = rank
+        self.size = size
 
     def gather(self, topic: str, note: Any, seconds: float | None = None) -> list:
         """Publish this rank's note; on rank 0 return the notes of all ranks, `None` for those that come too late."""

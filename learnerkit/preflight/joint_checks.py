@@ -115,7 +115,9 @@ def judge_clocks(everyone: list[Facts]) -> list[Finding]:
 @collective
 def measure_all_reduce(board: Board) -> Facts:
     """Measure the seconds of an all-reduce of three sizes in bytes (the median of five), and check its sums."""
-    device, medians, right = distributed.default_device(), [], True
+    device = distributed.default_device()
+    medians = []
+    right = True
     wait = (lambda: None) if device.type == "cpu" else torch.accelerator.synchronize
     for n_bytes in (2**12, 2**20, 2**24 if device.type == "cpu" else 2**26):
         x, seconds = torch.empty(n_bytes // 4, device=device), []
@@ -133,7 +135,9 @@ def measure_all_reduce(board: Board) -> Facts:
 
 def judge_all_reduce(everyone: list[Facts]) -> list[Finding]:
     """Report latency, and bandwidth as that of a link: bytes/s times 2(n - 1)/n (nccl-tests, doc/PERFORMANCE.md)."""
-    n, parts, speed = len(everyone), [], 0.0
+    n = len(everyone)
+    parts = []
+    speed = 0.0
     if wrong := [f for f in everyone if not f["all-reduce"]["right"]]:
         advice = "do not train like this; export NCCL_P2P_DISABLE=1, then NCCL_IB_DISABLE=1, to find the faulty link"
         return [Finding(WRONG, f"the sum is wrong on {places(wrong)}", advice)]

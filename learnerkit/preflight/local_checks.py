@@ -133,7 +133,9 @@ def judge_network(group: list[Facts], everyone: list[Facts]) -> Finding:
     names them (NCCL user guide, "Environment Variables").
     """
     net, several = group[0]["interface"], len(by_machine(everyone)) > 1
-    gloo, resolved, at = net["set"].get("GLOO_SOCKET_IFNAME"), net["resolved"], net["resolved_at"]
+    gloo = net["set"].get("GLOO_SOCKET_IFNAME")
+    resolved = net["resolved"]
+    at = net["resolved_at"]
     lead = next((n for n in [net["route_at"], *net["names"]] if n and not n.startswith(("lo", "docker"))), "eth0")
     advice = f"export GLOO_SOCKET_IFNAME={lead} NCCL_SOCKET_IFNAME={lead}"
     loops = [name for name, value in net["set"].items() if value == LOOPBACK_INTERFACE]

@@ -236,7 +236,9 @@ def real_steps(learn: "Learner") -> Iterator[tuple["Learner", Callable[[Tensor],
 
 def _measured(one: "Learner", seen: Seen, n: int, cbs: Sequence[Callback], others: Sequence[int]) -> Prediction:
     """Measure the peaks of a step on `n` samples and of passes on other numbers of samples."""
-    model, live, peaks = one.model.train(), LiveBytes(), dict[int, int]()
+    model = one.model.train()
+    live = LiveBytes()
+    peaks = dict[int, int]()
     mode = next((cb.mode for cb in cbs if isinstance(cb, MixedPrecision)), None)
     again = next((cb.modules for cb in cbs if isinstance(cb, ActivationCheckpointing)), None)
     keeps = any(cb.name in _KEEPERS for cb in cbs)
@@ -258,7 +260,9 @@ def _measured(one: "Learner", seen: Seen, n: int, cbs: Sequence[Callback], other
                     predictions_in_float32(one)
                 one._loss()
             one._backward()
-            passes, after, live.peak = live.peak, live.now, live.now
+            passes = live.peak
+            after = live.now
+            live.peak = live.now
             if not i:
                 gradients = _bytes(p.grad for p in model.parameters() if p.grad is not None)
                 one._step()

@@ -81,7 +81,9 @@ def check_distributed(learn: "Learner", n: int = 2, steps: int = 5, timeout: flo
     """
     _check_call(learn, n, steps)
     callback = DistributedCallback(split_batches=True, sync_bn=False, timeout=timeout / 3, **kwargs)
-    host, end, left_out = _on_host(learn), time.monotonic() + timeout, []
+    host = _on_host(learn)
+    end = time.monotonic() + timeout
+    left_out = []
     for dtype in (torch.float64, None):
         run = partial(_run, learn, *host, steps, dtype)
         joins = [partial(_join, learn, callback, timedelta(seconds=timeout), n, rank) for rank in range(n)]

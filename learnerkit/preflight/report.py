@@ -47,7 +47,9 @@ class Report:
     """
 
     def __init__(self, shown: bool = True, entry: str = "check-findings") -> None:
-        self.shown, self.entry, self.problems = shown, entry, 0
+        self.shown = shown
+        self.entry = entry
+        self.problems = 0
 
     def add(self, topic: str, findings: Iterable[Finding]) -> None:
         """Print the findings about a topic."""

@@ -400,7 +400,9 @@ def judge_count(learn: "Learner") -> str:
     """
     if learn._loss_weighting.own is None:
         return ""
-    batch, size, results = (learn.xb, learn.yb), learn.batch_size, list[tuple[float, float]]()
+    batch = (learn.xb, learn.yb)
+    size = learn.batch_size
+    results = list[tuple[float, float]]()
     with trial(learn, unwrap(learn.model)), torch.no_grad(), suppress(Exception):  # it may be unable to run on a part
         learn.model.eval()
         for rows in (slice(size), slice(size // 3), slice(size // 3, size)):

@@ -33,7 +33,9 @@ _libc = ctypes.CDLL(None if sys.platform != "win32" else "msvcrt")
 def main() -> None:
     """Run the command line; if that fails, tell the launcher when and why."""
     setup = json.loads(os.environ.pop("LEARNERKIT_RANK_SETUP"))
-    report_fd, store_fd, process_id = setup["report_fd"], setup["store_fd"], os.getpid()
+    report_fd = setup["report_fd"]
+    store_fd = setup["store_fd"]
+    process_id = os.getpid()
     die_with_parent(setup["launcher"])
     tie_forked_children()
     faulthandler.enable()

@@ -118,7 +118,9 @@ class _Search:
     """
 
     def __init__(self, learn: "Learner", share: float, bs: int | None) -> None:
-        self.learn, self.share, self.bs = learn, share, bs
+        self.learn = learn
+        self.share = share
+        self.bs = bs
         self.ranks, self.split, _ = ranks_of(learn, learn.cbs)
         self.at = step_of(learn).samples
         self.tried: dict[int, int | None] = {}
@@ -133,7 +135,9 @@ class _Search:
         agreed = _on_all_ranks(self._prepare)
         start, most, limit = (min(each) for each in zip(*agreed, strict=True))
         least = min(2 if rank_norms(unwrap(self.learn.model)) else 1, most)  # BatchNorm cannot train on one sample
-        fitting, size, above = least - 1, max(start, least), most + 1
+        fitting = least - 1
+        size = max(start, least)
+        above = most + 1
         while fitting + 1 < above:
             if self._fits(size):
                 fitting = size
@@ -249,7 +253,9 @@ class _Search:
 
     @collective
     def _result(self, size: int, limit: int) -> BatchSize:
-        learn, ranks, n = self.learn, self.ranks, None
+        learn = self.learn
+        ranks = self.ranks
+        n = None
         cbs: list[Callback] = []
         if self.bs is not None:
             n = self._n_batches(size)

@@ -107,7 +107,9 @@ def cost_on_ranks(learn: "Learner", step: Pace, offline: float, alone: Pace | No
         alone: a step in rank 0's process alone; `None`: not known.
         single: the same with as many threads as are best for it; `None`: not known.
     """
-    sent, n, device = _sent(learn), distributed.world_size(), learn.dls.device
+    sent = _sent(learn)
+    n = distributed.world_size()
+    device = learn.dls.device
     largest = max(sent)  # A large model may leave no memory for the sum.
     link = measure_link(device, sizes=(1 << 10, max(1 << 14, largest // 4), max(1 << 16, largest)))
     batch = step.samples / n

@@ -69,7 +69,9 @@ def fitted(sizes: Sequence[float], seconds: Sequence[float], ranks: int) -> Link
     # Each row says: (steps * latency + carried / bandwidth) / seconds = 1. Large sizes must not outweigh the small.
     rows = [(2 * (ranks - 1) / t, 2 * (ranks - 1) / ranks * size / t) for size, t in zip(sizes, seconds, strict=True)]
     a, b = sum(x for x, _ in rows), sum(y for _, y in rows)
-    aa, ab, bb = sum(x * x for x, _ in rows), sum(x * y for x, y in rows), sum(y * y for _, y in rows)
+    aa = sum(x * x for x, _ in rows)
+    ab = sum(x * y for x, y in rows)
+    bb = sum(y * y for _, y in rows)
     determinant = aa * bb - ab * ab
     latency, per_byte = (a * bb - b * ab) / determinant, (b * aa - a * ab) / determinant
     if latency < 0:

@@ -79,7 +79,9 @@ class Making:
     """
 
     def __init__(self, learn: "Learner", n_steps: int, seconds: float) -> None:
-        self.learn, self.n_steps, self.ranks = learn, n_steps, distributed.world_size()
+        self.learn = learn
+        self.n_steps = n_steps
+        self.ranks = distributed.world_size()
         self.seconds, self._end = seconds, time.monotonic() + seconds
         self._base: list[Pace] = []
         self._alone: Pace | None = None

@@ -106,7 +106,9 @@ class ScalingMonitor(Callback):
         self._clear()
 
     def _clear(self) -> None:
-        self._since, self._input, self._exposed = perf_counter(), 0.0, 0.0
+        self._since = perf_counter()
+        self._input = 0.0
+        self._exposed = 0.0
         self._samples = self._steps = 0
         self._pairs = []
 

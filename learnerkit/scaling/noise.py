@@ -243,7 +243,9 @@ class GradientNoiseScale(Callback):
 
     def _take_part(self) -> None:
         """Add this rank's batch to the row of the step, after its backward pass."""
-        learn, row, gradient = self.learn, self._row, self.learn._gradient
+        learn = self.learn
+        row = self._row
+        gradient = self.learn._gradient
         norms, ran = list(self._norms.values()), bool(self._hooks)
         self._stop_listening()
         if row is None or not ran:
@@ -287,7 +289,9 @@ class GradientNoiseScale(Callback):
 
     def _stop_listening(self) -> None:
         remove_hooks(self._hooks, self._heard)
-        self._hooks, self._heard, self._norms = [], [], {}
+        self._hooks = []
+        self._heard = []
+        self._norms = {}
 
     # The pass that is left out counts nothing, and its rank may go on with gradients of zero.
     after_cancel_backward = after_cancel_batch = cleanup_train = _stop_listening
@@ -410,7 +414,9 @@ class GradientNoiseScale(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the measurements; on another number of ranks, rank 0 gets those of all ranks."""
-        self._steps, self.value, self.error = state["steps"], state["value"], state["error"]
+        self._steps = state["steps"]
+        self.value = state["value"]
+        self.error = state["error"]
         self._rows = [Measured(*row) for row in state["rows"]]
         self._own, self._row = HostScalars(), None
         ranks = [state["own"]] if "own" in state else state["ranks"] if distributed.is_main() else []

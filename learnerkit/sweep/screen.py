@@ -25,7 +25,9 @@ class Screen:
     """
 
     def __init__(self, config: Config, with_gpus: bool = False, stream: TextIO | None = None) -> None:
-        self.config, self.with_gpus, self.stream = config, with_gpus, stream or sys.stdout
+        self.config = config
+        self.with_gpus = with_gpus
+        self.stream = stream or sys.stdout
         is_cell = "JPY_PARENT_PID" in os.environ  # A cell that runs `!` cannot redraw its output.
         self.is_live = self.stream.isatty() and os.environ.get("TERM") != "dumb" and not is_cell
         self._said: dict[int, tuple[str, int]] = {}  # the state and the attempt of each trial that were shown last

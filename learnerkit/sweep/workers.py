@@ -75,7 +75,9 @@ class Workers:
     """
 
     def __init__(self, study: Study, command: Command, gpus: Sequence[str | None]) -> None:
-        self.study, self.command, self.gpus = study, command, gpus
+        self.study = study
+        self.command = command
+        self.gpus = gpus
         self.stopped_by = 0
         self._stopping = threading.Event()
         self._error: BaseException | None = None
@@ -223,7 +225,9 @@ NUMBER = r"[-+]?(?:(?:\d++(?:\.\d*+)?|\.\d++)(?:[eE][-+]?\d++)?|nan|inf|NaN|Infi
 def last_value(lines: Iterable[str], metric: str) -> float | None:
     """Return the last value of a metric in a text: `accuracy: 0.9`, `accuracy=0.9`, JSON, or a column of a table."""
     named = re.compile(rf"(?<![\w.-]){re.escape(metric)}[\"']?(?:\s*+[:=]\s*+|\s++)({NUMBER})(?!\w|\.\d)")
-    value, column, n_columns = None, -1, 0
+    value = None
+    column = -1
+    n_columns = 0
     for line in lines:
         cells = line.split()
         if found := named.findall(line):

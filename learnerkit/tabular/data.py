@@ -58,7 +58,9 @@ class TabularData:
         dates: Sequence[Dates] = (),
     ) -> None:
         self.dates = tuple(dates)
-        self.cats, self.conts, self.target = tuple(cats), tuple(conts), target
+        self.cats = tuple(cats)
+        self.conts = tuple(conts)
+        self.target = target
         self.train_ds, self.valid_ds = train_ds, valid_ds
         self.classes = list(target.values) if isinstance(target, Categories) else None
         self._flagged = [column for column in self.conts if column.flagged]
