@@ -15,7 +15,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from learnerkit.distributed import seeds
-from learnerkit.distributed.facts import PeerError, default_device, is_joined, is_main, local_rank, rank, world_size
+from learnerkit.distributed.facts import (
+    PeerError,
+    default_device,
+    is_joined,
+    is_main,
+    local_rank,
+    rank,
+    within,
+    world_size,
+)
 from learnerkit.distributed.meeting import await_all, count_call, group, join, store
 from learnerkit.endings import may_follow
 from learnerkit.marks import collective
@@ -44,12 +53,10 @@ def no_collectives(where: str, why: str = "") -> Iterator[None]:
         where: the code that runs in the context.
         why: the reason; by default that the other ranks may not come, and this one would wait for ever.
     """
-    token = _refused_in.set((where, why))
-    try:
-        with CollectiveRefusal(functools.partial(_refusal, (where, why))) if is_joined() else nullcontext():
-            yield
-    finally:
-        _refused_in.reset(token)
+    refused = where, why
+    in_torch = CollectiveRefusal(functools.partial(_refusal, refused)) if is_joined() else nullcontext()
+    with within(_refused_in, refused), in_torch:
+        yield
 
 
 def _refusal(refused: tuple[str, str], what: str) -> RuntimeError:
@@ -61,22 +68,12 @@ def _refusal(refused: tuple[str, str], what: str) -> RuntimeError:
     return RuntimeError(f"{where} called {what}: {why} (errors.html#peers)")
 
 
-@contextmanager
-def _within(variable: ContextVar[T], value: T) -> Iterator[None]:
-    """Set a context variable within this context."""
-    token = variable.set(value)
-    try:
-        yield
-    finally:
-        variable.reset(token)
-
-
 _before_collective: ContextVar[Callable[[], None] | None] = ContextVar("before_collective", default=None)
 
 
 def before_collective(call: Callable[[], None] | None) -> AbstractContextManager[None]:
     """Call `call()` before each collective in this context; an exception of it keeps this rank from entering."""
-    return _within(_before_collective, call)
+    return within(_before_collective, call)
 
 
 _none_moves: ContextVar[Callable[[], bool] | None] = ContextVar("none_moves", default=None)
@@ -84,7 +81,7 @@ _none_moves: ContextVar[Callable[[], bool] | None] = ContextVar("none_moves", de
 
 def noticing_standstills(none_moves: Callable[[], bool]) -> AbstractContextManager[None]:
     """End the wait in `meet` within this context when `none_moves()` tells that all other ranks wait, too."""
-    return _within(_none_moves, none_moves)
+    return within(_none_moves, none_moves)
 
 
 _around_collective: ContextVar[Callable[[], AbstractContextManager]] = ContextVar("around", default=nullcontext)
@@ -92,7 +89,7 @@ _around_collective: ContextVar[Callable[[], AbstractContextManager]] = ContextVa
 
 def around_collectives(context: Callable[[], AbstractContextManager]) -> AbstractContextManager[None]:
     """Enter `context()` for each collective of this module in this context, to measure this rank's waits."""
-    return _within(_around_collective, context)
+    return within(_around_collective, context)
 
 
 @contextmanager

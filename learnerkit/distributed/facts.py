@@ -2,14 +2,17 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from learnerkit.endings import mark
 from learnerkit.utils import warn
+
+T = TypeVar("T")
 
 
 def is_joined() -> bool:
@@ -33,13 +36,18 @@ _alone: ContextVar[bool] = ContextVar("alone", default=False)
 
 
 @contextmanager
-def alone() -> Iterator[None]:
-    """Treat this process as the only one within this context, so that collectives of this module do nothing."""
-    token = _alone.set(True)
+def within(variable: ContextVar[T], value: T) -> Iterator[None]:
+    """Set a context variable within this context."""
+    token = variable.set(value)
     try:
         yield
     finally:
-        _alone.reset(token)
+        variable.reset(token)
+
+
+def alone() -> AbstractContextManager[None]:
+    """Treat this process as the only one within this context, so that collectives of this room do nothing."""
+    return within(_alone, True)
 
 
 def local_rank() -> int:
