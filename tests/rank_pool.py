@@ -242,7 +242,6 @@ SHOW_STACKS = signal.SIGUSR2
 def main(address: str) -> None:
     """Run what the tests send until they close the connection."""
     import faulthandler
-    import gc
 
     import torch
 
@@ -255,7 +254,6 @@ def main(address: str) -> None:
     tests = Peer(connection)
     tests.send((distributed.rank(), os.getpid()))
     distributed.join(timeout=120)
-    gc.freeze()  # what is imported by now need not be looked through after each test
     while True:
         try:
             work = tests.receive()
@@ -266,6 +264,7 @@ def main(address: str) -> None:
 
 def run(file: str, module: str, name: str, kwargs: dict, folder: str, filters: Sequence[str]) -> tuple[str | None, Any]:
     """Call a function of a test file; return its error as text, and its value."""
+    import gc
     import warnings
 
     from guards import nothing_left_behind, seed
@@ -277,6 +276,8 @@ def run(file: str, module: str, name: str, kwargs: dict, folder: str, filters: S
     seed()
     try:
         function = getattr(load(file, module), name)
+        gc.collect()
+        gc.freeze()  # a collection of garbage in the test takes a second if it looks through older objects, too
         with warnings.catch_warnings(), nothing_left_behind(has_group=True):
             warnings.simplefilter("error")
             for each in filters:

@@ -137,7 +137,7 @@ class WithUnused(Net):
 
 @pytest.mark.filterwarnings("ignore:find_unused_parameters=True was chosen")
 @pytest.mark.parametrize("where", mostly_slow(["forward", "backward"], "backward"))
-@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize("job", mostly_slow(JOBS, "a rank without data", "accumulated", "counted"))
 def test_a_job_in_parts_equals_one_process(job, where):
     given = dict(JOBS[job])
     cbs, options, parts = given.pop("cbs", []), given.pop("options", None), given.pop("parts", None)
