@@ -1421,8 +1421,8 @@ class Learner(RunState):
         Args:
             n_steps: the number of steps of each trial, after a few that do not count.
             advice: try changes that may help.
-            forecast: measure the link between ranks, and forecast a step on other numbers of ranks. One process on the
-                CPU forks two processes for it.
+            forecast: measure an all-reduce, and forecast a step on other numbers of ranks of this machine. One process
+                on the CPU forks two processes for it; one with a GPU has no forecast.
             seconds: the time after which no further trial begins.
             show: print the report on rank 0.
 

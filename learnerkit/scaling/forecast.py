@@ -1,20 +1,44 @@
-"""Forecasts of the time of a training step, and of training to a given loss, on other numbers of ranks.
+"""The forecast of a step on other numbers of ranks of this machine: arithmetic on what was measured on these.
 
-They are arithmetic on measured numbers: torch and its profiler measure the ranks that there are, and predict no others.
+torch and its profiler measure the ranks that there are, and predict no others.
 """
 
 import json
 import math
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from learnerkit.arguments import check_count, check_positive
+import torch
+import torch.distributed as dist
+
+from learnerkit import distributed
+from learnerkit.arguments import check_count
 from learnerkit.data.show import pyplot
-from learnerkit.scaling.links import Link, all_reduce_seconds
+from learnerkit.endings import ExceptionReport
+from learnerkit.marks import collective, not_collective
+from learnerkit.parallel.data_parallel import DataParallelCallback
+from learnerkit.parallel.distributed import DistributedCallback, member_of
+from learnerkit.processes.forks import cause, join_forks, run_in_forks
+from learnerkit.processes.machine import usable_cores
+from learnerkit.scaling.trials import Pace, pace
+from learnerkit.utils import unwrap
+
+if TYPE_CHECKING:
+    from learnerkit.learner import Learner
 
 WORTH = 0.5
 """The least gain of an added rank that is worth it, as a share of the work that one rank does alone."""
+
+WARM, TIMES = 3, 15
+"""The all-reduces of each size that are run before those that are timed, and the number of these."""
+
+LARGEST = 25 * 2**20
+"""Bytes of the largest all-reduce that is timed: as many as DDP sends at once."""
 
 
 class Row(NamedTuple):
@@ -22,20 +46,18 @@ class Row(NamedTuple):
 
     Attributes:
         ranks: how many.
-        machines: how many machines they are on.
         step: seconds of a step.
-        waiting: seconds of it that the averaging of gradients takes longer than the backward pass.
+        waiting: seconds of it beyond computing: the averaging of gradients that the backward pass does not hide.
         efficiency: how much of its time a rank uses as one rank alone does: the step of one rank over this one.
-        samples: a second, on all ranks; `None` if the batch is not known.
+        samples: a second, on all ranks.
         time: the time to the same loss, as a share of what one rank takes; without a noise scale, for the same samples.
     """
 
     ranks: int
-    machines: int
     step: float
     waiting: float
     efficiency: float
-    samples: float | None
+    samples: float
     time: float
 
     @property
@@ -46,70 +68,51 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Forecast:
-    """A forecast, made by `forecast`; `print` shows it in words and as a table.
+    """A forecast, made by `ScalingReport.forecast`; `print` shows it in words and as a table.
 
     Attributes:
         rows: by the number of ranks.
         best: the largest number of ranks that is worth it: those it adds to a smaller number that is worth it bring, on
-            average, at least `worth` of what one rank does alone.
-        worth: that share.
-        link, inter: the links that were assumed: on a machine, and between machines.
-        topology: 'ring' or 'tree'.
+            average, at least half of what one rank does alone.
         noise: the noise scale in samples; `None`: not known, so each sample counts the same.
     """
 
     rows: list[Row]
     best: int
-    worth: float
-    link: Link
-    inter: Link | None
-    topology: str
     noise: float | None
 
     def __str__(self) -> str:
-        return f"{self.in_words()}\n\n{self.table()}"
-
-    def in_words(self) -> str:
-        """Return what it comes to in a few sentences, each on a line."""
-        goal = self._goal
+        """Return what it comes to in a few sentences, each on a line, and the table."""
         best = next(row for row in self.rows if row.ranks == self.best)
         more = next((row for row in self.rows if row.ranks > self.best), None)
-        rule = f"each added rank would bring less than {self.worth:.0%} of what one rank does alone"
-        if self.best == 1:
-            said = ["More than one rank is not worth it."]
-        else:
+        said = ["More than one rank is not worth it."]
+        if self.best > 1:
             said = [
-                f"{self.best} ranks are worth it: {best.speed:.1f} times as fast {goal} as one, at an efficiency of "
-                f"{best.efficiency:.0%}."
+                f"{self.best} ranks are worth it: {best.speed:.1f} times as fast {self._goal} as one, at an efficiency "
+                f"of {best.efficiency:.0%}."
             ]
-        if more is not None and more.speed < best.speed:
-            times = best.speed / more.speed
-            than = "one" if self.best == 1 else f"{self.best}"
-            said.append(f"{more.ranks} would take {times:.1f} times as long {goal} as {than}.")
-        elif more is not None:
-            said.append(f"With {more.ranks} {rule}: {more.speed:.1f} times as fast as one.")
-        if more is not None and more.waiting > more.step / 2:
-            said.append(f"Of a step on {more.ranks} ranks {more.waiting / more.step:.0%} is waiting for the network.")
-        return "\n".join(said)
+        if more is not None:
+            said.append(
+                f"With {more.ranks} each added rank would bring less than {WORTH:.0%} of what one rank does alone: "
+                f"{more.speed:.1f} times as fast as one."
+            )
+        return "\n".join([*said, "", self.table()])
 
     def table(self) -> str:
         """Return the rows as text."""
         goal = "time" if self.noise is None else "time to loss"
-        lines = [["ranks", "machines", "step ms", "waiting", "efficiency", "samples/s", goal]]
+        lines = [["ranks", "step ms", "waiting", "efficiency", "samples/s", goal]]
         for row in self.rows:
-            samples = "-" if row.samples is None else f"{row.samples:,.0f}"
             lines.append([
-                str(row.ranks), str(row.machines), f"{row.step * 1e3:.4g}", f"{row.waiting / row.step:.0%}",
-                f"{row.efficiency:.0%}", samples, f"{row.time:.3g}",
+                str(row.ranks), f"{row.step * 1e3:.4g}", f"{row.waiting / row.step:.0%}", f"{row.efficiency:.0%}",
+                f"{row.samples:,.0f}", f"{row.time:.3g}",
             ])  # fmt: skip
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         return "\n".join("  ".join(map(str.rjust, line, widths)) for line in lines)
 
     def to_json(self) -> str:
-        """Return all of it as JSON; the keys are the attributes' names, what is unlimited is null."""
-        links = {"link": self.link.as_json(), "inter": self.inter and self.inter.as_json()}
-        noise = None if self.noise is None or math.isinf(self.noise) else self.noise
-        return json.dumps(vars(self) | links | {"rows": [row._asdict() for row in self.rows], "noise": noise})
+        """Return all of it as JSON; the keys are the attributes' names."""
+        return json.dumps(vars(self) | {"rows": [row._asdict() for row in self.rows]})
 
     def plot(self, ax: Any = None) -> Any:
         """Draw how many times as fast as one rank each number of ranks is, and which number is worth it.
@@ -142,92 +145,143 @@ class Forecast:
         return "to the same loss" if self.noise is not None else "for the same samples"
 
 
-def forecast(
-    compute: float | Callable[[int], float],
-    size: float | Sequence[float],
-    link: Link,
-    *,
-    ranks: Sequence[int] = (1, 2, 4, 8, 16),
-    hidden: float = 0.0,
-    fixed: float = 0.0,
-    batch: float | None = None,
-    noise: float | None = None,
-    per_machine: int | None = None,
-    inter: Link | None = None,
-    topology: str = "ring",
-    worth: float = WORTH,
-) -> Forecast:
-    """Forecast steps on other numbers of ranks, each with a batch as large as now.
+class StepCost(NamedTuple):
+    """The measured seconds of a step, and of the all-reduces in it, from which other numbers of ranks are forecast.
 
-    A step takes what a rank computes, and the all-reduces that the backward pass does not hide: of several buckets all
-    but the last can go on their way during it. The way to a loss takes 1 + B_noise / B times as many steps as with
-    endless batches (McCandlish et al. 2018), so speed is samples a second times the share of each that counts, as in
-    Pollux (Qiao et al., OSDI 2021).
+    Attributes:
+        ranks: how many ranks there were when this was measured, 2 or more.
+        batch: samples of a rank's step.
+        single: seconds of a step in a process that is the only one.
+        compute: seconds when all ranks compute at the same time and send no gradients.
+        step: seconds when they send them.
+        message: seconds of an all-reduce of almost no bytes.
+        gradients: seconds of an all-reduce of the gradients.
+        at_once: how many ranks can compute at a time: the machine's cores by a rank's threads; `None`: each rank has
+            its own device.
+    """
+
+    ranks: int
+    batch: float
+    single: float
+    compute: float
+    step: float
+    message: float
+    gradients: float
+    at_once: float | None = None
+
+    def compute_on(self, ranks: int) -> float:
+        """Return the seconds of a step on this many ranks without sending; those beyond the cores wait for a core."""
+        if ranks == 1:
+            return self.single
+        turns = 1.0 if self.at_once is None else max(ranks, self.at_once) / max(self.ranks, self.at_once)
+        return self.compute * turns
+
+    def all_reduce_on(self, ranks: int) -> float:
+        """Return the seconds of the all-reduce of the gradients on this many ranks.
+
+        It is that of a ring (Patarasuk and Yuan 2009): 2 (N - 1) messages one after the other, and 2 (N - 1) / N of the
+        bytes through the slowest part.
+        """
+        messages = (ranks - 1) / (self.ranks - 1)
+        carried = messages * self.ranks / ranks
+        return self.message * messages + max(0.0, self.gradients - self.message) * carried
+
+    def forecast(self, ranks: Sequence[int], noise: float | None) -> Forecast:
+        """Make a forecast, as `ScalingReport.forecast` says."""
+        for n in ranks:
+            check_count("ranks", n, "the number of ranks")
+        if noise is not None and not noise >= 0:
+            raise ValueError(f"got noise={noise!r}; it is a noise scale, a number of samples, 0 or more")
+        if noise == math.inf:  # Each sample counts the same.
+            noise = None
+        # What sending takes beyond an all-reduce of all gradients; below 0 if the backward pass hides a part.
+        beyond = self.step - self.compute - self.all_reduce_on(self.ranks)
+        rows = []
+        for n in sorted({1, *ranks}):
+            waiting = max(0.0, self.all_reduce_on(n) + beyond) if n > 1 else 0.0
+            step = self.compute_on(n) + waiting
+            fewer = float(n)  # the factor by which the steps are fewer
+            if noise is not None:
+                fewer = n * (self.batch + noise) / (n * self.batch + noise)
+            time_to_loss = step / (self.single * fewer)
+            rows.append(Row(n, step, waiting, self.single / step, n * self.batch / step, time_to_loss))
+        best = rows[0]
+        for row in rows[1:]:
+            if row.speed - best.speed >= WORTH * (row.ranks - best.ranks):
+                best = row
+        return Forecast(rows, best.ranks, noise)
+
+
+@collective
+def cost_on_ranks(learn: "Learner", step: Pace, compute: float, alone: Pace | None) -> StepCost:
+    """Measure the all-reduces of these ranks, which train together.
 
     Args:
-        compute: seconds of a rank's step without communication; or a function of the number of ranks on its machine,
-            such as `StepCost.compute`.
-        size: bytes that are averaged in a step, or those of each bucket in the order in which they leave.
-        link: between the ranks of a machine.
-        ranks: the numbers of ranks; 1 is always among them.
-        hidden: seconds of the backward pass in which buckets are on their way already.
-        fixed: seconds that a step takes longer on two ranks or more, whatever they send.
-        batch: samples of a rank's step.
-        noise: the noise scale, in samples.
-        per_machine: ranks on each machine; `None`: all are on one.
-        inter: the link between machines; `None`: as `link`.
-        topology: 'ring' or 'tree'; see `all_reduce_seconds`.
-        worth: see `Forecast.best`.
+        learn: the learner.
+        step: the pace at which they train.
+        compute: seconds of a step in which gradients do not travel.
+        alone: a step in one process alone; `None`: not known.
+    """
+    n = distributed.world_size()
+    batch = step.samples / n
+    single = compute
+    if alone is not None and abs(alone.samples - batch) <= 0.1 * batch:  # Ranks may share one batch.
+        single = alone.seconds
+    member = member_of(learn.cbs)
+    size = sum(p.nbytes for p in unwrap(learn.model).parameters() if p.requires_grad)
+    if member is not None and member.comm_hook in ("bf16", "fp16"):
+        size //= 2
+    timed = min(size, LARGEST)
+    message, gradients = (all_reduce_seconds(learn.dls.device, n_bytes) for n_bytes in (1 << 10, timed))
+    gradients = message + max(0.0, gradients - message) * size / max(1, timed)
+    at_once = None
+    if learn.dls.device.type == "cpu":
+        at_once = distributed.broadcast(max(1.0, usable_cores() / torch.get_num_threads()))
+    return StepCost(n, batch, single, compute, step.seconds, message, gradients, at_once)
+
+
+@collective
+def all_reduce_seconds(device: torch.device, n_bytes: int) -> float:
+    """Measure the seconds of an all-reduce among all ranks; the same on every rank."""
+    group = distributed.group("gradients", device.type)
+    values = torch.zeros(max(1, n_bytes // 4), device=device)
+    seconds = []
+    for _ in range(WARM + TIMES):
+        start = time.perf_counter()
+        dist.all_reduce(values, group=group)
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)  # A host-device sync: otherwise this would time the launch.
+        seconds.append(time.perf_counter() - start)
+    # The rank that comes last has waited for no other, so its time counts.
+    everyone = torch.tensor(distributed.all_gather(seconds[WARM:]), dtype=torch.float64)
+    return everyone.amin(0).median().item()
+
+
+@not_collective("the ranks are forks of this process")
+def cost_in_forks(learn: "Learner", n_steps: int, step: Pace, timeout: float = 120.0) -> StepCost:
+    """Measure the cost of a step on two ranks, by two forks of this process that train together on the CPU.
+
+    Args:
+        learn: the learner; the forks have copies.
+        n_steps: the least number of steps in each trial; short steps need more.
+        step: the pace in this process.
+        timeout: seconds for all of it.
 
     Raises:
-        ValueError: a number that cannot be, an unknown topology, or a noise scale without a batch.
+        RuntimeError: it failed in a fork; with the cause in a line.
     """
-    counts = sorted({1, *ranks})
-    sizes = list(size) if isinstance(size, Sequence) else [size]
-    first = compute(1) if callable(compute) else compute
-    _check(counts, first, sizes, {"hidden": hidden, "fixed": fixed}, batch, noise, per_machine, topology)
-
-    def row(n: int) -> Row:
-        machines = math.ceil(n / (per_machine or n))
-        here = min(n, per_machine or n)
-        took = [all_reduce_seconds(s, n, link, topology=topology, machines=machines, inter=inter) for s in sizes]
-        waiting = max(took[-1], sum(took) - hidden) + (fixed if n > 1 else 0.0)
-        step = (compute(here) if callable(compute) else compute) + waiting
-        samples = None if batch is None else n * batch / step
-        fewer = float(n)  # the factor by which the steps are fewer
-        if noise is not None and batch is not None and math.isfinite(noise):
-            fewer = n * (batch + noise) / (n * batch + noise)
-        return Row(n, machines, step, waiting, first / step, samples, step / (first * fewer))
-
-    rows = [row(n) for n in counts]
-    best = rows[0]
-    for each in rows[1:]:
-        if each.speed - best.speed >= worth * (each.ranks - best.ranks):
-            best = each
-    return Forecast(rows, best.ranks, worth, link, inter, topology, noise)
+    n = max(n_steps, min(200, int(0.5 / step.seconds)))
+    jobs = [partial(_measure_as_rank, learn, n, timeout, rank) for rank in range(2)]
+    results = run_in_forks(jobs, time.monotonic() + timeout)
+    if failed := [each for each in results if isinstance(each, ExceptionReport)]:
+        raise RuntimeError(cause(min(failed, key=lambda each: each.order).traceback))
+    return StepCost(**results[0])._replace(single=step.seconds)
 
 
-def _check(
-    ranks: Sequence[int], compute: float, sizes: Sequence[float], seconds: dict[str, float],
-    batch: float | None, noise: float | None, per_machine: int | None, topology: str,
-) -> None:  # fmt: skip
-    """Refuse numbers that are out of range, and an unknown topology."""
-    for n in ranks:
-        check_count("ranks", n, "the number of ranks")
-    check_positive("compute", compute)
-    if per_machine is not None:
-        check_count("per_machine", per_machine, "the number of ranks on a machine")
-    if not sizes or not all(size >= 0 for size in sizes):
-        raise ValueError(f"got size={sizes}; it is the bytes that are averaged in a step, or those of each bucket")
-    for name, value in seconds.items():
-        if not value >= 0:
-            raise ValueError(f"got {name}={value!r}; it is seconds, 0 or more")
-    if batch is not None:
-        check_positive("batch", batch)
-    if noise is not None and (batch is None or not noise >= 0):
-        raise ValueError(
-            f"got noise={noise!r} and batch={batch!r}; a noise scale is a number of samples, 0 or more, and is "
-            "compared with the samples of a rank's step: give both, or no noise"
-        )
-    if topology not in ("ring", "tree"):
-        raise ValueError(f"got topology={topology!r}; it is 'ring' or 'tree'")
+@collective
+def _measure_as_rank(learn: "Learner", n_steps: int, timeout: float, rank: int, folder: Path) -> dict[str, Any]:
+    join_forks(folder, rank, 2, timedelta(seconds=timeout))
+    learn.remove_cbs([cb for cb in learn.cbs if isinstance(cb, DataParallelCallback)])
+    with learn.added_cbs([] if member_of(learn.cbs) else DistributedCallback()):
+        step, offline = pace(learn, n_steps), pace(learn, n_steps, network=False)
+        return cost_on_ranks(learn, step, offline.seconds, None)._asdict()

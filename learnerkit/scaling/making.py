@@ -1,5 +1,6 @@
 """The trials behind a scaling report: the steps that are run, their order, and the changes that are tried."""
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -15,9 +16,9 @@ from learnerkit.data.loaders import DataLoaders
 from learnerkit.marks import collective
 from learnerkit.parallel.distributed import member_of
 from learnerkit.processes.machine import usable_cores
-from learnerkit.scaling.cost import cost_in_forks, cost_of_one, cost_on_ranks
+from learnerkit.scaling.forecast import cost_in_forks, cost_on_ranks
 from learnerkit.scaling.noise import GradientNoiseScale
-from learnerkit.scaling.parts import BACKWARD, Stopwatch, mean_parts, slowest, waiting
+from learnerkit.scaling.parts import Stopwatch, mean_parts, slowest, waiting
 from learnerkit.scaling.report import GAIN, ScalingReport
 from learnerkit.scaling.trials import (
     Pace,
@@ -84,7 +85,6 @@ class Making:
         self.ranks = distributed.world_size()
         self.seconds, self._end = seconds, time.monotonic() + seconds
         self._base: list[Pace] = []
-        self._alone: Pace | None = None
 
     @collective
     def run(self, advice: bool) -> ScalingReport:
@@ -170,7 +170,6 @@ class Making:
             if isinstance(alone, str):
                 report.notes.append(f"steps in one process alone could not be run: {alone}")
                 return
-            self._alone = self._alone or alone
             if report.alone is None or alone.rate > report.alone[1] / report.alone[0]:
                 report.alone, report.threads = (alone.seconds, alone.samples), threads
 
@@ -179,17 +178,19 @@ class Making:
         """Measure the cost from which steps on other numbers of ranks are forecast."""
         learn, step = self.learn, self._base[0]
         scales = [cb.value for cb in learn.cbs if isinstance(cb, GradientNoiseScale)]
-        report.noise = next((value for value in scales if value == value), None)
-        if self.ranks > 1 and "network" in report.without:
-            single = None if report.alone is None else Pace(*report.alone)
-            report.cost = cost_on_ranks(learn, step, report.without["network"], self._alone, single)
-        elif self._is_sharded():
-            pass
-        elif distributed.world_size() > 1:
+        report.noise = next((value for value in scales if math.isfinite(value)), None)
+        n = distributed.world_size()
+        if self._is_sharded():
+            return  # A note says so already.
+        if int(os.environ.get("LOCAL_WORLD_SIZE", n)) < n:
+            report.notes.append("no forecast: the processes are on several machines, and it is for one")
+        elif self.ranks > 1 and "network" in report.without:
+            alone = None if report.alone is None else Pace(*report.alone)
+            report.cost = cost_on_ranks(learn, step, report.without["network"], alone)
+        elif n > 1:
             report.notes.append("no forecast: it needs steps of ranks that train together, without the network too")
         elif learn.dls.device.type != "cpu":
-            report.cost = cost_of_one(learn, step, report.parts[BACKWARD][0])
-            report.notes.append("no forecast, as one process has no link to measure: report.forecast(link=...) has one")
+            report.notes.append("no forecast: one process has no all-reduce to measure; make the report on several")
         else:
             try:
                 report.cost = cost_in_forks(learn, self.n_steps, step)

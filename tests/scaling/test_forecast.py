@@ -1,208 +1,245 @@
-"""The forecast: exact arithmetic on made-up links, what must hold for any link, and its words."""
+"""The forecast: arithmetic on made-up measurements, its words, and measurements by forks and on real ranks."""
 
+import contextlib
+import fcntl
+import io
 import itertools
 import json
 import math
+import os
+import time
+from statistics import median
 
 import pytest
+import torch
+import torch.distributed as dist
+from helpers import raises
+from rank_pool import Ranks
+from scaling_jobs import make_learner
+from torch import nn
 
-from learnerkit.scaling.forecast import forecast
-from learnerkit.scaling.links import Link, all_reduce_seconds, fitted
+from learnerkit import Callback, DataLoaders, Learner, ScalingReport, distributed
+from learnerkit.scaling import forecast
+from learnerkit.scaling.forecast import StepCost, all_reduce_seconds, cost_in_forks, cost_on_ranks
+from learnerkit.scaling.trials import Pace, pace
 
-LINK = Link(1.0, 10.0)  # a second, ten bytes a second
-SLOW, FAST = Link(1e-3, 1e8), Link(5e-6, 1e11)
-
-
-def steps(*args, **kwargs):
-    return {row.ranks: row.step for row in forecast(*args, **kwargs).rows}
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({"ranks": 1}, 0),
-        ({"ranks": 2}, 2 * 1 + 2 / 2 * 20 / 10),
-        ({"ranks": 4}, 2 * 3 + 2 * 3 / 4 * 20 / 10),
-        ({"ranks": 2, "topology": "tree"}, 2 * 1 + 2 / 2 * 20 / 10),
-        ({"ranks": 8, "topology": "tree"}, 2 * 3 + 2 * 20 / 10),
-        ({"ranks": 5, "topology": "tree"}, 2 * 3 + 2 * 20 / 10),
-        # Two machines of four: 4 of 14 messages go between them, and all bytes pass the slower link.
-        ({"ranks": 8, "machines": 2, "inter": Link(100, 2)}, 4 * 100 + 10 * 1 + 2 * 7 / 8 * 20 / 2),
-        ({"ranks": 8, "machines": 2, "inter": Link(100, 2), "topology": "tree"}, 2 * 100 + 4 * 1 + 2 * 20 / 2),
-        # A rank on each machine: the link on a machine is not used.
-        ({"ranks": 2, "machines": 2, "inter": Link(100, 20)}, 2 * 100 + 20 / 20),
-        ({"ranks": 4, "machines": 4, "inter": Link(100, 20)}, 6 * 100 + 2 * 3 / 4 * 20 / 20),
-        ({"ranks": 4, "machines": 2}, 2 * 3 + 2 * 3 / 4 * 20 / 10),
-    ],
-)
-def test_the_time_of_an_all_reduce_follows_the_model(options, expected):
-    assert all_reduce_seconds(20, link=LINK, **options) == pytest.approx(expected, rel=1e-12)
+SOME = (1, 2, 4, 8, 16)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 16])
-def test_a_link_is_found_from_times_that_follow_the_model(ranks):
-    sizes = [1 << 10, 1 << 17, 1 << 24]
-    seconds = [all_reduce_seconds(size, ranks, Link(2e-5, 3e9)) for size in sizes]
-    assert fitted(sizes, seconds, ranks) == pytest.approx((2e-5, 3e9, 0), rel=1e-9, abs=1e-9)
+def cost(**kwargs):
+    facts = {"ranks": 2, "batch": 8.0, "single": 1.0, "compute": 1.0, "step": 1.0, "message": 0.0, "gradients": 0.0}
+    return StepCost(**facts | kwargs)
 
 
-def test_a_fit_is_never_negative_and_says_how_good_it_is():
-    fast = fitted([1000, 2000], [1.0, 3.0], 2)  # on a line that is below 0 at no bytes
-    assert (fast.latency, fast.bandwidth > 0) == (0, True)
-    assert fast.error == pytest.approx(3 / 13)  # the best line through 0 has 2.3 s for 2000 bytes
-    same = fitted([1000, 2000], [3.0, 1.0], 2)  # larger is quicker
-    assert same.bandwidth == math.inf
-    assert 0 < same.latency < 1.5
-    off = fitted([0, 1000, 2000], [1.0, 2.5, 3.0], 2)
-    assert 0.05 < off.error < 0.2
-    assert off == pytest.approx(fitted([2000, 0, 1000], [3.0, 1.0, 2.5], 2))
+def test_an_all_reduce_is_that_of_a_ring():
+    found = cost(message=0.5, gradients=2.0)
+    assert found.all_reduce_on(2) == 2.0
+    assert found.all_reduce_on(4) == pytest.approx(3 * 0.5 + (3 / 4) / (1 / 2) * 1.5)
+    assert cost(ranks=4, message=0.5, gradients=2.0).all_reduce_on(2) == pytest.approx(0.5 / 3 + 2 / 3 * 1.5)
 
 
-@pytest.mark.parametrize(
-    "wrong", [([8, 8], [1, 1], 2), ([8], [1], 2), ([8, 9], [1], 2), ([8, 9], [0, 1], 2), ([8, 9], [1, 2], 1)]
-)
-def test_a_fit_without_enough_to_go_by_is_refused(wrong):
-    with pytest.raises(ValueError, match="two different sizes and two ranks at least"):
-        fitted(*wrong)
+def test_ranks_beyond_the_cores_wait_for_a_core():
+    found = cost(single=1.0, compute=2.0, at_once=4.0)
+    assert [found.compute_on(n) for n in (1, 2, 4, 8)] == [1, 2, 2, 4]
+    assert cost(ranks=8, compute=2.0, at_once=4.0).compute_on(2) == 1
+    assert cost(compute=2.0).compute_on(64) == 2  # each has its own device
 
 
-def test_a_step_is_what_is_computed_and_what_is_not_hidden():
-    assert steps(5, 20, LINK, ranks=(1, 2)) == {1: 5, 2: 5 + 4}
-    assert steps(5, [20, 10], LINK, ranks=[2]) == {1: 5, 2: 5 + 4 + 3}
-    assert steps(5, [20, 10], LINK, ranks=[2], hidden=3) == {1: 5, 2: 5 + 4 + 3 - 3}
-    assert steps(5, [20, 10], LINK, ranks=[2], hidden=60) == {1: 5, 2: 5 + 3}  # nothing hides the last bucket
-    assert steps(5, [20, 10], LINK, ranks=[2, 3], fixed=2)[2] == 5 + 4 + 3 + 2
-    row = forecast(5, [20, 10], LINK, ranks=[2], batch=30).rows[1]
-    assert (row.waiting, row.efficiency, row.samples, row.machines) == (7, 5 / 12, 60 / 12, 1)
-
-
-def test_what_a_rank_computes_may_depend_on_the_ranks_of_its_machine():
-    compute = {1: 3, 2: 5, 4: 8}.get
-    assert steps(compute, 0, Link(0, 1), ranks=(1, 2, 4)) == {1: 3, 2: 5, 4: 8}
-    assert steps(compute, 0, Link(0, 1), ranks=(1, 2, 4), per_machine=2) == {1: 3, 2: 5, 4: 5}
-    assert steps(compute, 0, Link(0, 1), ranks=(4,), per_machine=1) == {1: 3, 4: 3}
-
-
-def test_ranks_fill_machines_one_after_the_other():
-    found = forecast(5, 20, LINK, ranks=(2, 4, 6, 8), per_machine=4, inter=Link(100, 2))
-    assert [row.machines for row in found.rows] == [1, 1, 1, 2, 2]
-    assert found.rows[1].step == 5 + 4
-    assert found.rows[4].step == 5 + 4 * 100 + 10 * 1 + 2 * 7 / 8 * 20 / 2
+@pytest.mark.parametrize("step", [3.0, 2.5, 2.0])  # gradients are sent longer than measured, or are hidden in part
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_on_the_ranks_that_were_measured_the_forecast_is_the_measurement(step, ranks):
+    found = cost(ranks=ranks, step=step, message=0.1, gradients=1.5).forecast([ranks], None)
+    assert [row.ranks for row in found.rows] == [1, ranks]
+    assert found.rows[1].step == pytest.approx(step)
+    assert found.rows[1].samples == pytest.approx(ranks * 8 / step)
+    assert found.rows[1].efficiency == pytest.approx(1 / step)
+    assert found.rows[0][1:] == (1, 0, 1, 8, 1)
 
 
 def test_the_time_to_a_loss_is_steps_by_the_noise_scale_times_their_length():
-    def brute(n, noise, batch, step, first):
-        return step * (1 + noise / (n * batch)) / (first * (1 + noise / batch))
-
     for noise in (1e-6, 100, 1e9):
-        for row in forecast(5, 20, LINK, batch=64, noise=noise).rows:
-            assert row.time == pytest.approx(brute(row.ranks, noise, 64, row.step, 5), rel=1e-9)
-    nothing, endless = (forecast(5, 20, LINK, batch=64, noise=noise).rows for noise in (0, math.inf))
-    plain = forecast(5, 20, LINK).rows
-    assert [row.time for row in nothing] == [pytest.approx(row.step / 5) for row in nothing]
-    assert [row.time for row in endless] == [row.time for row in plain] == [r.step / 5 / r.ranks for r in plain]
+        for row in cost(step=1.5).forecast(SOME, noise).rows:
+            expected = row.step * (1 + noise / (row.ranks * 8)) / (1 + noise / 8)
+            assert row.time == pytest.approx(expected, rel=1e-9)
+    plain = cost(step=1.5).forecast(SOME, None)
+    assert cost(step=1.5).forecast(SOME, math.inf) == plain
+    assert [row.time for row in plain.rows] == [row.step / row.ranks for row in plain.rows]
 
 
-def test_ranks_are_worth_it_while_each_that_is_added_brings_a_share_of_the_first():
-    # With a free network and batch = noise scale, n ranks are 2 n / (n + 1) times as fast: 1, 1.33, 1.6, 1.78, 1.88.
-    free, noisy = Link(0, math.inf), {"batch": 10, "noise": 10}
-    assert [forecast(1, 8, free, worth=w, **noisy).best for w in (0.5, 0.3, 0.1, 0.04, 0.01)] == [1, 2, 4, 8, 16]
-    assert forecast(1, 8, free).best == 16
-    # The first step costs, those after it do not: 2 ranks are no gain, but 4 are one over 1.
-    assert [row.speed for row in forecast(1, 0, Link(0.5, 1), ranks=(2, 4), topology="tree", worth=0.1).rows] == [
-        1, 1, pytest.approx(4 / 3)
-    ]  # fmt: skip
-    assert forecast(1, 0, Link(0.5, 1), ranks=(2, 4), topology="tree", worth=0.1).best == 4
+def test_ranks_are_worth_it_while_each_that_is_added_brings_half_of_the_first():
+    # With free sending and batch = noise scale, n ranks are 2 n / (n + 1) times as fast.
+    assert cost().forecast(SOME, None).best == 16
+    assert [cost(batch=10.0).forecast(SOME, noise).best for noise in (10, 20, 100, 200)] == [1, 2, 4, 8]
 
 
-@pytest.mark.parametrize("topology", ["ring", "tree"])
-@pytest.mark.parametrize("options", [{}, {"per_machine": 4, "inter": SLOW}, {"batch": 32, "noise": 500.0}])
-def test_what_holds_for_any_link(topology, options):
-    options = options | {"topology": topology, "hidden": 0.01}
-    grid = [Link(latency, bandwidth) for latency in (0, 1e-6, 1e-3) for bandwidth in (1e7, 1e9, math.inf)]
-    for slow, fast in itertools.product(grid, grid):
-        a, b = (forecast(0.02, [4e6, 1e6], link, **options) for link in (slow, fast))
-        assert (a.rows[0].efficiency, a.rows[0].time, a.rows[0].waiting) == (1, 1, 0)
-        assert all(row.efficiency <= 1 for row in a.rows)
-        if fast.latency <= slow.latency and fast.bandwidth >= slow.bandwidth:
-            assert all(y.step <= x.step and y.time <= x.time for x, y in zip(a.rows, b.rows, strict=True))
-            assert b.best >= a.best
-    waits = [row.waiting for row in forecast(0.02, 4e6, SLOW, **options).rows]
-    assert waits == sorted(waits)  # more ranks never wait for less
-
-
-def test_a_tree_is_quicker_where_latency_and_ranks_are_many_and_a_ring_where_bytes_are():
-    def ring_and_tree(size, n):
-        return [steps(1e-9, size, SLOW, ranks=[n], topology=name)[n] for name in ("ring", "tree")]
-
-    ring, tree = ring_and_tree(1e3, 64)
-    assert tree < ring / 5
-    ring, tree = ring_and_tree(1e9, 4)
-    assert ring < tree
-
-
-@pytest.mark.parametrize(
-    ("options", "start"),
-    [
-        (
-            {"link": Link(1, 1)},
-            "More than one rank is not worth it.\n2 would take 1.5 times as long for the same samples as one.",
-        ),
-        ({"link": Link(0, 1e9)}, "16 ranks are worth it: 16.0 times as fast for the same samples as one, at an"),
-        (
-            {"link": Link(0, 1e9), "batch": 8, "noise": 20},
-            "2 ranks are worth it: 1.6 times as fast to the same loss as one, at an efficiency of 100%.\nWith 4 each "
-            "added rank would bring less than 50% of what one rank does alone: 2.2 times as fast as one.",
-        ),
-    ],
-)
-def test_a_forecast_is_words_and_a_table(options, start):
-    text = str(forecast(1, 0, **options))
-    assert text.startswith(start)
-    words, table = text.split("\n\n")
-    assert table.split("\n")[0].split() == [
-        "ranks", "machines", "step", "ms", "waiting", "efficiency", "samples/s", "time",
-        *["to", "loss"][: 2 * ("noise" in options)],
-    ]  # fmt: skip
+def test_a_forecast_is_words_and_a_table(plt):
+    found = cost(step=1.3, message=0.5, gradients=0.5).forecast(SOME, None)
+    words, table = str(found).split("\n\n")
+    assert words == (
+        "2 ranks are worth it: 1.5 times as fast for the same samples as one, at an efficiency of 77%.\n"
+        "With 4 each added rank would bring less than 50% of what one rank does alone: 1.7 times as fast as one."
+    )
+    assert table.split("\n")[0].split() == ["ranks", "step", "ms", "waiting", "efficiency", "samples/s", "time"]
     assert len({len(line) for line in table.split("\n")}) == 1
     assert len(table.split("\n")) == 6
-
-
-def test_json_has_all_of_it():
-    found = forecast(5, 20, Link(1, math.inf, 0.1), batch=8, noise=math.inf, inter=SLOW)
-    read = json.loads(found.to_json(), parse_constant=lambda name: pytest.fail(name))
-    assert read["link"] == {"latency": 1, "bandwidth": None, "error": 0.1}
-    assert read["rows"] == [row._asdict() for row in found.rows]
-    assert read["best"] == found.best
-    assert json.loads(forecast(5, 20, LINK).to_json())["inter"] is None
+    assert str(cost(step=9.0).forecast(SOME, 4)).startswith("More than one rank is not worth it.\nWith 2 each")
+    ax = found.plot()
+    assert [list(line.get_ydata()) for line in ax.lines[:2]] == [[*SOME], [row.speed for row in found.rows]]
+    assert ax.lines[2].get_xdata()[0] == found.best
+    assert ax.get_ylabel() == "times as fast for the same samples"
+    assert json.loads(found.to_json()) == {
+        "rows": [row._asdict() for row in found.rows], "best": 2, "noise": None,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("wrong", "match"),
+    ("ranks", "noise", "match"),
     [
-        ({"ranks": [0]}, "ranks=0; it is the number of ranks, 1 or more"),
-        ({"ranks": [2, 4.0]}, r"ranks=4\.0"),
-        ({"compute": 0}, "compute=0"),
-        ({"per_machine": 0}, "per_machine=0"),
-        ({"size": []}, r"size=\[\]"),
-        ({"size": -1}, r"size=\[-1\]"),
-        ({"hidden": -1}, "hidden=-1"),
-        ({"fixed": -1}, "fixed=-1"),
-        ({"batch": 0}, "batch=0"),
-        ({"noise": 5}, "batch=None"),
-        ({"noise": -5, "batch": 3}, "noise=-5"),
-        ({"noise": math.nan, "batch": 3}, "noise=nan"),
-        ({"topology": "star"}, "'ring' or 'tree'"),
+        ([0], None, "ranks=0; it is the number of ranks, 1 or more"),
+        ([2, 4.0], None, r"ranks=4\.0"),
+        ([2], -5, "noise=-5"),
+        ([2], math.nan, "noise=nan"),
     ],
 )
-def test_what_cannot_be_is_refused(wrong, match):
+def test_numbers_out_of_range_are_refused(ranks, noise, match):
     with pytest.raises(ValueError, match=match):
-        forecast(**{"compute": 1, "size": 8, "link": LINK} | wrong)
+        cost().forecast(ranks, noise)
 
 
-def test_the_plot_marks_the_number_that_is_worth_it(plt):
-    found = forecast(5, 20, LINK)
-    ax = found.plot()
-    assert [list(line.get_ydata()) for line in ax.lines[:2]] == [[1, 2, 4, 8, 16], [row.speed for row in found.rows]]
-    assert ax.lines[2].get_xdata()[0] == found.best
-    assert ax.get_ylabel() == "times as fast for the same samples"
+def test_an_all_reduce_as_large_as_ddps_buckets_is_measured(monkeypatch):
+    learn = make_learner()
+    learn.model = nn.Linear(5000, 5000, bias=False)
+    asked = []
+    monkeypatch.setattr(forecast, "all_reduce_seconds", lambda device, n: asked.append(n) or 1e-9 * n)
+    monkeypatch.setattr("learnerkit.scaling.forecast.distributed.world_size", lambda: 5)
+    monkeypatch.setattr("learnerkit.scaling.forecast.distributed.broadcast", lambda value: value)
+    found = cost_on_ranks(learn, Pace(0.3, 40), 0.05, Pace(0.04, 8))
+    assert asked == [1 << 10, 25 * 2**20]
+    assert found.gradients == pytest.approx(0.1, rel=1e-4)  # 100 MB at as many bytes a second
+    assert (found.ranks, found.batch, found.single, found.compute, found.step) == (5, 8, 0.04, 0.05, 0.3)
+    assert cost_on_ranks(learn, Pace(0.3, 40), 0.05, Pace(0.04, 40)).single == 0.05  # it had the batch of all ranks
+
+
+# By forks
+
+
+class Turns(nn.Module):
+    """A layer that one process of a machine can run at a time, for 15 ms."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.layer, self.path = nn.Linear(64, 1), path
+
+    def forward(self, x):
+        with open(self.path, "w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            time.sleep(15e-3)
+        return self.layer(x)
+
+
+@pytest.mark.slow
+def test_two_processes_are_started_to_measure_what_they_share(tmp_path):
+    learn = make_learner()
+    learn.model = Turns(tmp_path / "lock")
+    before = [p.clone() for p in learn.model.parameters()]
+    found = cost_in_forks(learn, 10, Pace(5e-2, 8))
+    assert (found.ranks, found.single, found.batch) == (2, 5e-2, 8)
+    assert found.compute > 20e-3  # on an idle machine 30
+    assert 1e-6 < found.message < 1
+    assert not dist.is_initialized()
+    assert all(torch.equal(p, q) for p, q in zip(before, learn.model.parameters(), strict=True))
+
+
+def test_what_fails_in_a_fork_is_a_note(capsys):
+    here = os.getpid()
+
+    def fail(cb):
+        if os.getpid() != here:
+            raise KeyError("no such thing")
+
+    learn = make_learner()
+    learn.add_cb(Callback(after_pred=fail))
+    report = learn.scaling_report(2, advice=False)
+    assert report.cost is None
+    assert "no forecast, as two processes could not be tried: KeyError: 'no such thing'" in capsys.readouterr().out
+    with raises(ValueError, "forecast=True"):
+        report.forecast()
+    assert ScalingReport.from_json(report.to_json()) == report
+
+
+# On real ranks
+
+WIDTHS = {"small": (32, 64, 10), "million": (784, 800, 512, 40), "wide": (784, 2048, 2048, 10)}
+
+
+def job(widths):
+    torch.manual_seed(0)
+    layers = [layer for i, o in itertools.pairwise(widths) for layer in (nn.Linear(i, o), nn.ReLU())]
+    data = torch.utils.data.TensorDataset(torch.randn(6400, widths[0]), torch.randint(widths[-1], (6400,)))
+    dls = DataLoaders.from_datasets(data, data, bs=32, device="cpu")
+    return Learner(dls, nn.Sequential(*layers[:-1]), nn.CrossEntropyLoss(), lr=1e-3)
+
+
+def seconds_of_a_step(widths, n):
+    learn = job(widths)
+    with learn.distrib_ctx():
+        return pace(learn, n).seconds
+
+
+@pytest.fixture(scope="module")
+def idle():
+    """Skip what compares times of two moments where others compute."""
+    if os.getloadavg()[0] > 1.5:
+        pytest.skip("times of two moments are compared, for which the machine must be idle")
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("idle")
+@pytest.mark.parametrize("name", WIDTHS)
+def test_the_step_of_two_ranks_is_forecast_from_one(rank_pools, name):
+    ratios = []
+    for _ in range(9):
+        with contextlib.redirect_stdout(io.StringIO()):
+            report = job(WIDTHS[name]).scaling_report(100, advice=False)
+        expected = next(row.step for row in report.forecast().rows if row.ranks == 2)
+        ratios.append(expected / max(rank_pools.run(Ranks(2), seconds_of_a_step, widths=WIDTHS[name], n=200)))
+    print(f"forecast over measured, {name}: {sorted(round(ratio, 2) for ratio in ratios)}")
+    assert median(ratios) == pytest.approx(1, abs=0.15)
+
+
+@pytest.mark.ranks(slow=[2])
+def test_ranks_measure_it_themselves():
+    with contextlib.redirect_stdout(io.StringIO()), (learn := make_learner()).distrib_ctx():
+        report = learn.scaling_report(5, advice=False)
+    found = report.cost
+    assert (found.ranks, found.batch) == (2, 8)
+    assert distributed.same_everywhere(report.to_json())
+    assert report.forecast([2]).rows[1].step == pytest.approx(max(found.compute, report.seconds))
+    assert f"{'ranks':>5}  step ms" in str(report)
+    assert ScalingReport.from_json(report.to_json()) == report
+
+
+@pytest.mark.ranks(slow=[2])
+def test_ranks_on_several_machines_have_no_forecast(monkeypatch):
+    with monkeypatch.context() as changed, (learn := make_learner()).distrib_ctx():
+        changed.setenv("LOCAL_WORLD_SIZE", "1")
+        report = learn.scaling_report(2, advice=False, show=False)
+    assert report.cost is None
+    assert "no forecast: the processes are on several machines, and it is for one" in report.notes
+
+
+@pytest.mark.ranks(2, soak=[4])
+def test_the_rank_that_comes_last_says_how_long_an_all_reduce_takes(monkeypatch):
+    group, real, asked = distributed.group("gradients"), dist.all_reduce, []
+
+    def slow(x, *args, **kwargs):
+        if kwargs.get("group") is not group:
+            return real(x, *args, **kwargs)
+        asked.append(x.numel() * 4)
+        time.sleep(0.01 * (1 + distributed.rank()))
+
+    monkeypatch.setattr(dist, "all_reduce", slow)
+    found = all_reduce_seconds(torch.device("cpu"), 1 << 12)
+    assert found == pytest.approx(0.01, rel=0.5)
+    assert distributed.same_everywhere(found)
+    assert asked == [1 << 12] * (forecast.WARM + forecast.TIMES)

@@ -1,8 +1,5 @@
 """What a scaling report says."""
 
-import json
-import math
-
 import pytest
 
 from learnerkit import ScalingReport
@@ -29,12 +26,6 @@ def test_the_report_says_in_words_what_it_found():
     assert "a step is too short" in str(made(alone=(0.05, 8.0)))
     assert "tried: num_workers=4 gives 25% more" in str(made(helps=[("num_workers=4", 0.25)], tried=["num_workers=4"]))
     assert "nothing that was tried helps by 5% or more (batches of 16)" in str(made(tried=["batches of 16"]))
-
-
-def test_its_json_can_be_read_by_all():
-    text = made(noise=math.inf).to_json()
-    assert json.loads(text, parse_constant=pytest.fail)["noise"] is None
-    assert ScalingReport.from_json(text) == made()
 
 
 def test_the_plot_has_a_bar_for_each_rank_and_part(plt):
