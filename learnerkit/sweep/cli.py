@@ -114,9 +114,9 @@ def joined(options: argparse.Namespace) -> tuple[Path, Config, Command]:
         raise ValueError("--join goes with -j and --gpus alone; all else is as the search was begun")
     folder = options.join.absolute()
     config, given = read_plan(folder)
-    command = Command(**given)
-    if not command.words:
+    if not given:
         raise ValueError(f"{folder / 'sweep.json'}: there is no command to run")
+    command = Command(**given)
     if command.words[0] != "-m" and not os.path.isfile(command.words[0]):
         raise ValueError(f"the search's script {command.words[0]} is not there on this machine")
     return folder, config, command

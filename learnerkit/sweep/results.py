@@ -119,11 +119,11 @@ class Sweep:
         shares.set(title="Importance")
         for name, ax in zip(names, bottom.subplots(1, len(names), sharey=True, squeeze=False)[0], strict=True):
             parameter, kept = self.config.parameters[name], [row for row in rows if row.state == "complete"]
-            is_named = any(isinstance(choice, str | bool | None) for choice in parameter.choices)
+            is_named = any(isinstance(choice, str | bool | None) for choice in getattr(parameter, "choices", ()))
             values = [str(row.values[name]) if is_named else row.values[name] for row in kept]
             ax.plot(values, [row.value for row in kept], "o")
             ax.set(xlabel=name, ylabel=metric)
-            if parameter.log:
+            if getattr(parameter, "log", False):
                 ax.set_xscale("log")
         return figure
 

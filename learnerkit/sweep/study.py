@@ -6,6 +6,7 @@ The directory of a search has
 - journal.log: Optuna's journal, to which every process appends; the only record of trials and values;
 - lock: held by whoever takes or ends a trial;
 - running/N: a lock that is held while the trial N of the journal runs. The system frees it however its process ends.
+  Optuna's own heartbeats and retries need a database, and beat inside its `optimize`, where no launch can run.
 - trials/N: the folder in which the trial N runs, with its output. One that is run again goes on there.
 """
 
@@ -46,8 +47,7 @@ class FileLock:
         """Wait for the lock."""
         self._among_threads.acquire()
         try:
-            self._opened = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
-            fcntl.flock(self._opened, fcntl.LOCK_EX)
+            self._opened = try_lock(self.path)
         except BaseException:
             self._among_threads.release()
             raise
@@ -66,7 +66,7 @@ class FileLock:
 
 
 class JournalLock(FileLock):
-    """The lock of Optuna's journal. Optuna's own stays behind where a process is killed, and stops all others.
+    """The lock of Optuna's journal. Optuna's own stays behind where a process is killed, and holds up all others.
 
     Args:
         journal: the journal.
@@ -189,7 +189,6 @@ class Study:
         with self._lock:
             self.study = open_study(folder, config, config.sampler(0), create=True)
         self._own: set[int] = set()  # the trials whose locks this process holds
-        self._distributions = {name: p.distribution() for name, p in config.parameters.items()}
         self._grid = config.combinations()
         self._states = optuna().trial.TrialState
 
@@ -206,18 +205,15 @@ class Study:
             if self.config.seed is not None:
                 self.study.sampler = self.config.sampler(len(trials))
             try:
-                trial = self.study.ask(self._distributions)
+                trial = self.study.ask(self.config.parameters)
             except Exception as error:  # It may be of any class: Optuna checks some options late.
                 raise ConfigError(f"sampler: it cannot draw values ({in_one_line(error)})") from error
             lock = try_lock(self._running(trial.number))
             self._own.add(trial.number)
-            values = self.config.values(trial.params)
             number = [number for number, _ in numbered(self._trials())][trial.number]
             attempt = trial.user_attrs.get("again", {}).get("attempt", 0)
-            run = Run(number, trial.number, trial._trial_id, attempt, values, lock)
-            host = socket.gethostname()
-            trial.set_user_attr("run", {"values": values, "place": f"{host} {place}".strip()})
-            return run
+            trial.set_user_attr("place", f"{socket.gethostname()} {place}".strip())
+            return Run(number, trial.number, trial._trial_id, attempt, trial.params, lock)
 
     def _plan_next(self, firsts: list[Any]) -> None:
         """Enqueue the values of the next trial if they come from the grid, or repeat others; else the sampler draws."""
@@ -329,9 +325,9 @@ def rows_of(study: Any) -> list[Row]:
     """Return the trials of an Optuna study, those that were run again as one."""
     rows: dict[int, Row] = {}
     for number, trial in numbered(study.get_trials(deepcopy=False)):
-        run = trial.user_attrs.get("run", {})
         before = rows.get(number)
-        row = rows[number] = Row(number, _STATES[trial.state.name], run.get("values", {}), place=run.get("place", ""))
+        row = rows[number] = Row(number, _STATES[trial.state.name], trial.params)
+        row.place = trial.user_attrs.get("place", "")
         row.attempt = trial.user_attrs.get("again", {}).get("attempt", 0)
         row.cause = trial.user_attrs.get("cause", "")
         if before and row.state in ("waiting", "running"):
@@ -366,16 +362,8 @@ def read_plan(folder: Path) -> tuple[Config, dict[str, Any]]:
     try:
         plan = Section(data)
         config = make_config(Section(plan.take("config"), "config: ").entries)
-        given = Section(plan.take("command", default={}), "command: ")
+        command = Section(plan.take("command", default={}), "command: ").entries
         plan.end()
-        command = {name: given.flag(name) for name in ("as_arguments", "here")}
-        command["nproc"] = given.number("nproc", whole=True, least=1, default=1)
-        command |= {name: given.take(name, default="") for name in ("start", "search")}
-        command["words"] = words = given.take("words", default=[])
-        given.end()
-        texts = [*words, command["start"], command["search"]] if isinstance(words, list) else [None]
-        if not all(isinstance(text, str) for text in texts):
-            raise ConfigError("command: words is a list of texts; start and search are texts")
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     return config, command

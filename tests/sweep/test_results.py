@@ -11,7 +11,7 @@ from learnerkit.sweep.study import Study
 CONFIG = {
     "algorithm": "random", "metric": "loss", "maxCombo": 12, "seed": 0, "retryLimit": 1,
     "parameters": {
-        "lr": {"type": "float", "scalingType": "lognormal", "mu": -3, "sigma": 1},
+        "lr": {"type": "float", "scalingType": "loguniform", "min": 1e-3, "max": 1},
         "act": {"type": "categorical", "values": ["relu", "tanh"]},
     },
 }  # fmt: skip
