@@ -138,17 +138,23 @@ def keep_seeds(dl: Any = None, device: torch.device = HOST) -> Iterator[None]:
             generator.set_state(state)
 
 
+def refuse_iterator(dl: Any, which: str = "") -> None:
+    """Refuse a loader that is an iterator, of which a look at its batches would take them from the fit."""
+    if hasattr(dl, "__next__"):
+        raise ValueError(
+            f"the {which}loader is an iterator ({type(dl).__name__}), which can be read only once, so that its batches "
+            "would be lost for the fit; pass a list, a DataLoader or a class with __iter__"
+            " (errors.html#loader-iterator)"
+        )
+
+
 def first_batch(dl: Any) -> Any:
     """Return the first batch of a loader, read in this process and without moving a random stream.
 
     Raises:
         ValueError: the loader is an iterator, which cannot give the batch again, or it has no batch.
     """
-    if hasattr(dl, "__next__"):
-        raise ValueError(
-            f"the loader is an iterator ({type(dl).__name__}), which can be read only once, so that a batch of it "
-            "would be lost for training; pass a list, a DataLoader or a class with __iter__"
-        )
+    refuse_iterator(dl)
     read = dl
     if isinstance(dl, DataLoader):  # one batch needs no workers
         read = with_batches(dl, num_workers=0, timeout=0, persistent_workers=False)

@@ -15,6 +15,7 @@ from learnerkit import arguments, distributed, losses, optim
 from learnerkit.callback import Callback
 from learnerkit.callbacks.debugging import ShortLoader
 from learnerkit.data.batches import likely_sizes
+from learnerkit.data.order import refuse_iterator
 from learnerkit.distributed import PeerError
 from learnerkit.endings import ending_of
 from learnerkit.events import CancelFitException, CancelValidException
@@ -141,12 +142,7 @@ class StepCheck(Callback):
     def check_loaders(self, learn: "Learner") -> None:
         """Refuse loaders whose first batch would be lost for the fit."""
         for dl in learn.dls.loaders[:2]:
-            if hasattr(dl, "__next__"):
-                raise ValueError(
-                    f"a loader is an iterator ({type(dl).__name__}), which can be read only once, so that the check "
-                    "would take its first batch from the fit; pass a list, a DataLoader or a class with __iter__"
-                    " (errors.html#loader-iterator)"
-                )
+            refuse_iterator(dl)
         if learn.dls.valid is None:
             self.found["validation"].append(Finding(NOTHING, "there is no validation loader"))
 
@@ -183,7 +179,8 @@ class StepCheck(Callback):
             self.found["inputs"] += judge_inputs(self._xb, unwrap(learn.model), ran=True)
             self.found["prediction"] += judge_prediction(learn.loss_func, learn.pred)
             self.found["targets"] += targets
-            self.stage = "loss"
+            # What torch's own losses refuse is what they get; the predictions were judged.
+            self.stage = "targets" if learn.loss_func is not None and losses.is_of_torch(learn.loss_func) else "loss"
         else:
             self.found["validation"] += wrong
         if wrong:  # On CUDA, computing the loss could make the device unusable for this process.
@@ -294,61 +291,38 @@ def judge_inputs(xb: Any, model: nn.Module, ran: bool) -> list[Finding]:
 
 
 def judge_targets(loss_func: Any, pred: Any, yb: tuple) -> list[Finding]:
-    """Judge whether the loss can take these targets; call this before the loss is computed."""
+    """Judge the values of the targets, before the loss is computed: a GPU may be unusable after wrong ones.
+
+    Wrong types and shapes are errors of the loss itself, with a note that explains them.
+    """
     tensors = list(tensors_in(yb))
     findings = _not_finite(tensors, "the dataset")
     if len(yb) == 1 and isinstance(yb[0], Tensor) and isinstance(pred, Tensor):
-        if losses.is_cross_entropy(loss_func):
-            findings += _judge_classes(loss_func, pred, yb[0])
-        elif losses.is_one_of(loss_func, (*losses.BINARY_LOGITS, *losses.BINARY_SHARES)):
-            findings += _judge_probabilities(loss_func, pred, yb[0])
-        elif losses.is_one_of(loss_func, losses.ELEMENTWISE):
-            findings += _judge_values(loss_func, pred, yb[0])
+        findings += _judge_values(loss_func, pred, yb[0])
     about = _all_about(tensors) or ("none; the model makes its own loss" if loss_func is None else "none")
     return findings or [Finding(OK, about)]
 
 
-def _judge_classes(loss_func: Any, pred: Tensor, target: Tensor) -> list[Finding]:
-    about, dim = _about(target), min(1, pred.ndim - 1)
-    shape = tuple(pred.shape)
-    if target.is_floating_point() and target.shape == pred.shape and not losses.is_nll(loss_func):
-        return []
-    if target.dtype not in (torch.int64, torch.uint8):  # torch takes these two
-        but = " (probabilities have the shape of the prediction)" if target.is_floating_point() else ""
-        return [Finding(WRONG, f"{about}: classes are int64{but}", "use .long()")]
-    wanted = (*shape[:dim], *shape[dim + 1 :])
-    if tuple(target.shape) != wanted:
-        advice = "use .squeeze(1)" if target.ndim > 1 and target.shape[1] == 1 else ""
-        return [Finding(WRONG, f"{about}, but predictions of {shape} ask for targets of shape {wanted}", advice)]
-    counted = target != losses.loss_option(loss_func, "ignore_index", -100)
-    if target.numel() and not counted.any():
-        return [Finding(WRONG, f"{about}: all of them are ignore_index, so that the loss is the mean of nothing")]
-    text, advice = losses.out_of_range(loss_func, pred, target)
-    return [Finding(WRONG, f"{about}: {text}", advice)] if text else []
-
-
-def _judge_probabilities(loss_func: Any, pred: Tensor, target: Tensor) -> Iterator[Finding]:
-    name, about = losses.loss_name(loss_func), _about(target)
-    if not target.is_floating_point():
-        yield Finding(WRONG, f"{about}: {name} takes floats", "use .float()")
-    if target.shape != pred.shape:
-        text = f"{about}, but {name} takes the shape of the prediction, {tuple(pred.shape)}"
-        yield Finding(WRONG, text, "reshape one of them")
-    if target.numel() and not (target.min() >= 0 and target.max() <= 1):
-        yield Finding(WRONG, f"{about}: {name} takes values from 0 to 1")
-    takes_shares = losses.is_one_of(loss_func, losses.BINARY_SHARES)
-    if takes_shares and pred.numel() and not (pred.min() >= 0 and pred.max() <= 1):
-        text = f"{name} takes predictions from 0 to 1 and got {_about(pred)}"
-        yield Finding(WRONG, text, "use BCEWithLogitsLoss, or end the model with a sigmoid")
-
-
 def _judge_values(loss_func: Any, pred: Tensor, target: Tensor) -> Iterator[Finding]:
-    try:
-        losses.check_shapes(loss_func, pred, (target,))
-    except ValueError as e:
-        yield Finding(WRONG, str(e))
-    if pred.is_floating_point() and not target.is_floating_point():
-        yield Finding(WRONG, f"{_about(target)}: {losses.loss_name(loss_func)} compares floats", "use .float()")
+    name, about = losses.loss_name(loss_func), _about(target)
+    if losses.is_cross_entropy(loss_func) and not target.is_floating_point():
+        if target.numel() and bool((target == losses.loss_option(loss_func, "ignore_index", -100)).all()):
+            yield Finding(WRONG, f"{about}: all of them are ignore_index, so that the loss is the mean of nothing")
+        text, advice = losses.out_of_range(loss_func, pred, target)
+        if text:
+            yield Finding(WRONG, f"{about}: {text}", advice)
+    elif losses.is_one_of(loss_func, (*losses.BINARY_LOGITS, *losses.BINARY_SHARES)):
+        if not _are_shares(target):
+            yield Finding(WRONG, f"{about}: {name} takes values from 0 to 1")
+        if losses.is_one_of(loss_func, losses.BINARY_SHARES) and not _are_shares(pred):
+            text = f"{name} takes predictions from 0 to 1 and got {_about(pred)}"
+            yield Finding(WRONG, text, "use BCEWithLogitsLoss, or end the model with a sigmoid")
+    elif losses.is_one_of(loss_func, losses.ELEMENTWISE) and pred.is_floating_point() > target.is_floating_point():
+        yield Finding(WRONG, f"{about}: {name} compares floats", "use .float()")
+
+
+def _are_shares(t: Tensor) -> bool:
+    return not t.numel() or bool(t.min() >= 0 and t.max() <= 1)
 
 
 def judge_prediction(loss_func: Any, pred: Any) -> list[Finding]:

@@ -1,8 +1,8 @@
 """The largest batch that fits into the memory, found by steps of training that leave no trace."""
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, islice
@@ -20,14 +20,14 @@ from learnerkit.callbacks.debugging import ShortLoader
 from learnerkit.callbacks.training import StepBudget
 from learnerkit.data.batches import loader_len
 from learnerkit.data.lengths import LengthBatches
-from learnerkit.data.order import keep_seeds, with_batches
+from learnerkit.data.order import keep_seeds, refuse_iterator, with_batches
 from learnerkit.explain import is_out_of_memory
-from learnerkit.inspection.undoing import state_tensors
+from learnerkit.inspection.undoing import held_tensors, state_tensors
 from learnerkit.marks import collective, not_collective
-from learnerkit.parallel.distributed import DistributedCallback, member_of
+from learnerkit.parallel.distributed import DistributedCallback
 from learnerkit.parallel.model_checks import rank_norms
 from learnerkit.scaling.rate import plain_rates, ranks_of, step_of
-from learnerkit.scaling.trials import replaced, trying
+from learnerkit.scaling.trials import replaced, training_ranks, trying
 from learnerkit.text import in_one_line, in_units
 from learnerkit.torch_internals import LiveBytes, uncompiled
 from learnerkit.utils import forget_frames, memory_of, unwrap
@@ -100,9 +100,7 @@ def find_batch_size(learn: "Learner", share: float = 0.9, bs: int | None = None)
             "find_batch_size tries each size on each rank alone, which a sharded model cannot be trained on: "
             "learn.check(memory=...) says what a step of it takes (errors.html#out-of-memory)"
         )
-    parallel.warn_outside_context(learn)
-    together = distributed.world_size() > 1 and member_of(learn.cbs) is not None
-    with nullcontext() if together else distributed.alone():
+    with training_ranks(learn):
         result = _Search(learn, share, bs).run()
     learn.say(str(result))
     return result
@@ -167,11 +165,7 @@ class _Search:
                 f"got bs={self.bs}, and the batches of the training loader have a budget of tokens, so how many "
                 "samples they have differs: leave bs= out, and take GradientAccumulation(n_samples=...)"
             )
-        if hasattr(dls.valid, "__next__"):
-            raise ValueError(
-                f"the validation loader is an iterator ({type(dls.valid).__name__}), which can be read only once; pass "
-                "a DataLoader or a class with __iter__ (errors.html#loader-iterator)"
-            )
+        refuse_iterator(dls.valid, "validation ")
         if dls.valid is not None:
             self.valid = ShortLoader(dls.valid, 1) if _why_fixed(dls.valid) else _Source(dls.valid)
         whole = self.train.n if self.bs is None else min(self.train.n, self.bs)
@@ -357,13 +351,11 @@ def _size(part: Any) -> int:
     return sum(_size(value) for _, value in inside) if inside else prod(getattr(part, "shape", ()))
 
 
-def _held(learn: "Learner") -> Iterator[Tensor]:
+def _held(learn: "Learner") -> list[Tensor]:
     """Return the tensors that a learner has before a step: weights, buffers, gradients, the optimizer's state."""
-    for owner in (unwrap(learn.model), learn.loss_func):
-        if isinstance(owner, torch.nn.Module):
-            params = list(owner.parameters())
-            yield from (*params, *owner.buffers(), *(p.grad for p in params if p.grad is not None))
-    yield from state_tensors(learn.opts)
+    model = unwrap(learn.model)
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    return [*held_tensors(model, learn.loss_func), *grads, *state_tensors(learn.opts)]
 
 
 @collective

@@ -4,15 +4,15 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, cast
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
 
 from learnerkit import arguments, distributed, parallel
 from learnerkit.callbacks.accumulation import GradientAccumulation
-from learnerkit.data.loaders import DataLoaders
+from learnerkit.data.order import refuse_iterator
 from learnerkit.marks import collective
 from learnerkit.parallel.distributed import member_of
 from learnerkit.processes.machine import usable_cores
@@ -27,6 +27,7 @@ from learnerkit.scaling.trials import (
     pace_alone,
     replaced,
     run_trial,
+    training_ranks,
     with_larger_batches,
     with_workers,
 )
@@ -52,15 +53,8 @@ def scaling_report(
     arguments.check_fit(learn, n_epoch=None, n_steps=n_steps, who="scaling_report")
     arguments.check_count("n_steps", n_steps, "a number of steps", least=2)
     arguments.check_positive("seconds", seconds)
-    if hasattr(learn.dls.train, "__next__"):
-        raise ValueError(
-            f"the training loader is an iterator ({type(learn.dls.train).__name__}), which can be read only once, so "
-            "that the report would take its batches from the fit; pass a DataLoader or a class with __iter__"
-            " (errors.html#loader-iterator)"
-        )
-    parallel.warn_outside_context(learn)
-    together = distributed.world_size() > 1 and member_of(learn.cbs) is not None
-    with nullcontext() if together else distributed.alone():
+    refuse_iterator(learn.dls.train, "training ")
+    with training_ranks(learn):
         making = Making(learn, n_steps, seconds)
         report = making.run(advice)
     if forecast:
@@ -240,14 +234,14 @@ class Making:
             for n in (2, 4, 8):
                 new = n != getattr(dls.train, "num_workers", n) and n <= max(2, cores)
                 if new and (dl := with_workers(dls.train, n)) is not None:
-                    yield f"num_workers={n}", lambda dl=dl: (_training_on(dls, dl), 1)
+                    yield f"num_workers={n}", lambda dl=dl: (replaced(dls, loaders=[dl, *dls.loaders[1:]]), 1)
         if self._is_sharded() and (member := member_of(self.learn.cbs)) is not None:
             if member.reshard_after_forward and self.learn.shards is None:
                 yield "reshard_after_forward=False", lambda: (replaced(member, reshard_after_forward=False), 1)
         elif self.ranks > 1 and saves.get("network", 0.0) > GAIN:
             yield from self._network_advice(report)
         if (dl := with_larger_batches(dls.train, 2)) is not None:
-            yield f"batches of {dl.batch_size}", lambda dl=dl: (_training_on(dls, dl), 1)
+            yield f"batches of {dl.batch_size}", lambda dl=dl: (replaced(dls, loaders=[dl, *dls.loaders[1:]]), 1)
 
     def _network_advice(self, report: ScalingReport) -> Iterator[tuple[str, Callable]]:
         learn, member = self.learn, cast(parallel.DistributedCallback, member_of(self.learn.cbs))
@@ -261,13 +255,3 @@ class Making:
             if "bucket_cap_mb" not in member.ddp_kwargs and report.gradient_bytes > min(size, 25) * 2**20:
                 options = {**member.ddp_kwargs, "bucket_cap_mb": size}
                 yield f"bucket_cap_mb={size}", lambda options=options: (replaced(member, ddp_kwargs=options), 1)
-
-
-@contextmanager
-def _training_on(dls: DataLoaders, dl: Any) -> Iterator[None]:
-    """Put another training loader in the place of the learner's."""
-    before, dls.loaders[0] = dls.loaders[0], dl
-    try:
-        yield
-    finally:
-        dls.loaders[0] = before

@@ -3,7 +3,7 @@
 import json
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,7 +17,7 @@ from learnerkit.callbacks.training import StepBudget
 from learnerkit.data.order import with_batches
 from learnerkit.events import CancelEpochException
 from learnerkit.marks import collective
-from learnerkit.parallel.distributed import DistributedCallback
+from learnerkit.parallel.distributed import DistributedCallback, member_of, warn_outside_context
 from learnerkit.scaling.parts import REDUCE, Clock, Stopwatch
 from learnerkit.text import in_one_line
 
@@ -48,6 +48,13 @@ class TrialSteps(StepBudget):
     def after_train(self) -> None:
         super().after_train()
         raise CancelEpochException
+
+
+@collective
+def training_ranks(learn: "Learner") -> AbstractContextManager:
+    """Return a context for trials: of all ranks if they train together, else of this process alone, with a warning."""
+    warn_outside_context(learn)
+    return distributed.alone() if distributed.world_size() == 1 or member_of(learn.cbs) is None else nullcontext()
 
 
 @collective

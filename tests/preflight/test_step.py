@@ -204,7 +204,7 @@ PROBLEMS = {
     "int32 classes": (lambda: classes(data=mapped(change_y=lambda y: y.int())), "targets", ["int32", ".long()"]),
     "float classes": (lambda: classes(data=mapped(change_y=lambda y: y.float())), "targets", ["float32", ".long()"]),
     "a column of classes": (lambda: classes(data=mapped(change_y=lambda y: y[:, None])), "targets",
-                            ["(4, 1)", "shape (4,)", ".squeeze(1)"]),
+                            ["(4, 1)", "takes (4,)", ".squeeze(1)"]),
     "all ignored": (lambda: classes(data=mapped(change_y=lambda y: y * 0 - 100)), "targets", ["ignore_index"]),
     "integers for MSE": (lambda: mse(lambda y: y.long()), "targets", ["int64", "MSELoss", ".float()"]),
     "shapes for MSE": (lambda: mse(lambda y: y[:, 0]), "targets", ["(4, 1)", "(4,)", "squeeze"]),
