@@ -1,17 +1,17 @@
-"""The display of a search: a line for each finished trial, and below them the running ones; plain lines in a log."""
+"""The display of a search: a line for each finished trial, and on a terminal one below them for the running ones."""
 
 import os
-import shutil
 import socket
 import sys
 import time
 from typing import Any, TextIO
 
+from tqdm import tqdm
+
 from learnerkit.sweep.config import Config
 from learnerkit.sweep.study import Row, best_of
 from learnerkit.text import columns, escaped_line, format_time
 
-REDRAW_SECONDS = 0.5
 SILENT_SECONDS = 300.0  # the time after which a log shows the counts again
 
 
@@ -21,25 +21,24 @@ class Screen:
     Args:
         config: what is searched.
         with_gpus: whether there is a column for GPUs.
-        stream: where to; if it is a terminal, the running trials are shown below the lines.
+        stream: where to; if it is a terminal, a last line has the counts and the running trials.
     """
 
     def __init__(self, config: Config, with_gpus: bool = False, stream: TextIO | None = None) -> None:
         self.config = config
         self.with_gpus = with_gpus
         self.stream = stream or sys.stdout
-        is_cell = "JPY_PARENT_PID" in os.environ  # A cell that runs `!` cannot redraw its output.
-        self.is_live = self.stream.isatty() and os.environ.get("TERM") != "dumb" and not is_cell
+        self._bar = tqdm(
+            file=self.stream, bar_format="{desc}", leave=False, dynamic_ncols=True, disable=not self.stream.isatty()
+        )
         self._said: dict[int, tuple[str, int]] = {}  # the state and the attempt of each trial that were shown last
         self._best: Row | None = None
-        self._n_live = 0  # the number of lines on the terminal that are redrawn
-        self._drawn = time.monotonic() - REDRAW_SECONDS
-        self._began = time.monotonic()
+        self._began = self._printed = time.monotonic()
         self._header = True
 
     def say(self, text: str) -> None:
         """Print a line."""
-        self._draw([escaped_line(text)], [])
+        self._print([escaped_line(text)])
 
     def seen(self, rows: list[Row]) -> None:
         """Note trials of an earlier part of the search, which are not shown."""
@@ -47,7 +46,7 @@ class Screen:
         self._said = {row.number: (row.state, row.attempt) for row in rows}
 
     def update(self, rows: list[Row]) -> None:
-        """Print the trials that have ended, and redraw those that run."""
+        """Print the trials that have ended, and show those that run."""
         lines = []
         for row in rows:
             before = self._said.get(row.number, ("", 0))
@@ -62,27 +61,20 @@ class Screen:
         if lines and self._header:
             self._header = False
             lines.insert(0, self._names())
-        if not self.is_live and not lines and time.monotonic() > self._drawn + SILENT_SECONDS:
+        if self._bar.disable and not lines and time.monotonic() > self._printed + SILENT_SECONDS:
             lines = [self.summary(rows)]
-        if lines or (self.is_live and time.monotonic() > self._drawn + REDRAW_SECONDS):
-            self._draw(lines, self._live(rows) if self.is_live else [])
+        self._print(lines)
+        running = [f"{row.number} epoch {row.epoch}: {number(row.value)}" for row in rows if row.state == "running"]
+        self._bar.set_description_str("; ".join([self.summary(rows), *running]))
 
     def close(self) -> None:
-        """Remove the running trials."""
-        self._draw([], [])
+        """Remove the line of the running trials."""
+        self._bar.close()
 
     def _is_best(self, row: Row) -> bool:
         return best_of([*([self._best] if self._best else []), row], self.config.maximize) is row
 
     # The table
-
-    def _live(self, rows: list[Row]) -> list[str]:
-        running = [self._line(row) for row in rows if row.state == "running"]
-        size = shutil.get_terminal_size()
-        names = [self._names()] if self._header and running else []
-        shown = running[: max(1, size.lines - 4)]
-        shown += [f"  ... and {len(running) - len(shown)} more"] * (len(running) > len(shown))
-        return [line[: size.columns - 1] for line in [*names, *shown, self.summary(rows)]]
 
     def summary(self, rows: list[Row]) -> str:
         """Return the counts and the best, in a line."""
@@ -119,21 +111,19 @@ class Screen:
         padded = [" " * (width - columns(cell)) + cell for cell, width in zip(cells, widths, strict=True)]
         return "  ".join([*padded, *([f"{gpus:>3}"] if self.with_gpus else []), f"{took:>7}", state]).rstrip()
 
-    def _draw(self, lines: list[str], live: list[str]) -> None:
-        """Print `lines` in place of the lines that are redrawn, and below them `live`, which are redrawn next."""
-        text = f"\x1b[{self._n_live}A\r\x1b[J" if self._n_live else ""
-        text += "".join(f"{line}\n" for line in [*lines, *live])
-        self._n_live, self._drawn = len(live), time.monotonic()
-        if text:
-            try:
-                self.stream.write(text)
-                self.stream.flush()
-            except OSError:  # the terminal is gone, or `tee` has got the Ctrl-C, too; the trials go on
-                self.is_live = False
-                # What is still buffered would fail at the end of the process, and change its exit code.
-                nowhere = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(nowhere, self.stream.fileno())
-                os.close(nowhere)
+    def _print(self, lines: list[str]) -> None:
+        """Print lines above that of the running trials."""
+        if not lines:
+            return
+        self._printed = time.monotonic()
+        try:
+            tqdm.write("\n".join(lines), file=self.stream)
+            self.stream.flush()
+        except OSError:  # the terminal is gone, or `tee` has got the Ctrl-C, too; the trials go on
+            # What is still buffered would fail at the end of the process, and change its exit code.
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.stream.fileno())
+            os.close(nowhere)
 
 
 def number(value: Any) -> str:
