@@ -27,8 +27,8 @@ from learnerkit.marks import collective, not_collective
 from learnerkit.parallel.distributed import DistributedCallback
 from learnerkit.parallel.model_checks import rank_norms
 from learnerkit.scaling.rate import plain_rates, ranks_of, step_of
-from learnerkit.scaling.trials import replaced, training_ranks, trying
-from learnerkit.text import in_one_line, in_units
+from learnerkit.scaling.trials import attempt, replaced, training_ranks, trying
+from learnerkit.text import in_units
 from learnerkit.torch_internals import LiveBytes, uncompiled
 from learnerkit.utils import forget_frames, memory_of, unwrap
 from learnerkit.values import entries
@@ -361,16 +361,9 @@ def _held(learn: "Learner") -> list[Tensor]:
 @collective
 def _on_all_ranks(call: Callable[[], _T]) -> list[_T]:
     """Return what `call()` gives on each rank; an error on one is an error on all."""
-    result: Any = None
-    error: Exception | None = None
-    try:
-        result = call()
-    except Exception as e:
-        error = e
-    everyone = distributed.all_gather((result, "" if error is None else in_one_line(error)))
+    results, reason, error = attempt(call)
     if error is not None:
         raise error
-    for rank, (_, reason) in enumerate(everyone):
-        if reason:
-            raise distributed.PeerError(f"no batch size was found, as rank {rank} failed: {reason}")
-    return [each for each, _ in everyone]
+    if reason:
+        raise distributed.PeerError(f"no batch size was found, as {reason}")
+    return results

@@ -3,7 +3,6 @@
 torch and its profiler measure the ranks that there are, and predict no others.
 """
 
-import json
 import math
 import time
 from collections.abc import Sequence
@@ -18,7 +17,6 @@ import torch.distributed as dist
 
 from learnerkit import distributed
 from learnerkit.arguments import check_count
-from learnerkit.data.show import pyplot
 from learnerkit.endings import ExceptionReport
 from learnerkit.marks import collective, not_collective
 from learnerkit.parallel.data_parallel import DataParallelCallback
@@ -109,36 +107,6 @@ class Forecast:
             ])  # fmt: skip
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         return "\n".join("  ".join(map(str.rjust, line, widths)) for line in lines)
-
-    def to_json(self) -> str:
-        """Return all of it as JSON; the keys are the attributes' names."""
-        return json.dumps(vars(self) | {"rows": [row._asdict() for row in self.rows]})
-
-    def plot(self, ax: Any = None) -> Any:
-        """Draw how many times as fast as one rank each number of ranks is, and which number is worth it.
-
-        Args:
-            ax: where to draw; by default a new figure.
-
-        Returns:
-            The axes.
-
-        Raises:
-            ImportError: matplotlib is not installed.
-        """
-        if ax is None:
-            ax = pyplot("plot").subplots(figsize=(5, 3.2), layout="constrained")[1]
-        ranks = [row.ranks for row in self.rows]
-        ax.plot(ranks, ranks, color="0.7", linestyle=":", label="each rank counts as one")
-        ax.plot(ranks, [row.speed for row in self.rows], "o-", label="forecast")
-        ax.axvline(self.best, color="C2", linestyle="--", linewidth=0.8, label=f"worth it: {self.best}")
-        ax.set_xscale("log", base=2)
-        ax.set_yscale("log", base=2)
-        ax.set_xticks(ranks, map(str, ranks))
-        ax.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
-        ax.set(xlabel="ranks", ylabel=f"times as fast {self._goal}")
-        ax.legend(frameon=False)
-        return ax
 
     @property
     def _goal(self) -> str:

@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -139,11 +140,12 @@ class Making:
         elif self.ranks > 1:
             trials |= {"network": {"network": False}, "both": {"network": False, "loader": False}}
         for name, options in trials.items():
-            found, reason = attempt(lambda options=options: pace(self.learn, self.n_steps, **options))  # type: ignore
-            if found is None:
+            run = partial(pace, self.learn, self.n_steps, **options)
+            paces, reason, _ = attempt(run)
+            if reason:
                 report.notes.append(f"steps without {name} could not be run: {reason}")
             else:
-                report.without[name] = found.seconds
+                report.without[name] = paces[0].seconds
         if self.ranks > 1:
             self.run_alone(report)
 
@@ -201,15 +203,15 @@ class Making:
                     f"not tried any more after {self.seconds:g} s: {what}, and what would have followed"
                 )
                 break
-            found, reason = attempt(lambda change=change: self._changed(change))  # type: ignore[misc]
-            if found is None:
+            rate, reason = self._changed_rate(change)
+            if reason:
                 report.notes.append(f"{what} could not be tried: {reason}")
                 continue
             report.tried.append(what)
-            if found.rate > (1 + GAIN) * self._base_rate():
+            if rate > (1 + GAIN) * self._base_rate():
                 self._base.append(pace(self.learn, self.n_steps))
-                again, _ = attempt(lambda change=change: self._changed(change))  # type: ignore[misc]
-                gain = min(found.rate, again.rate if again else 0.0) / self._base_rate() - 1
+                again, _ = self._changed_rate(change)
+                gain = min(rate, again) / self._base_rate() - 1
                 if gain > GAIN:
                     report.helps.append((what, gain))
         report.helps.sort(key=lambda each: -each[1])
@@ -219,10 +221,16 @@ class Making:
         return max(found.rate for found in self._base)
 
     @collective
-    def _changed(self, change: Callable[[], tuple[AbstractContextManager, int]]) -> Pace:
-        context, batches = change()
-        with context:
-            return pace(self.learn, max(2, self.n_steps // batches))
+    def _changed_rate(self, change: Callable[[], tuple[AbstractContextManager, int]]) -> tuple[float, str]:
+        """Return the rate with a change; or 0, and why the change could not be tried."""
+
+        def run() -> Pace:
+            context, batches = change()
+            with context:
+                return pace(self.learn, max(2, self.n_steps // batches))
+
+        paces, reason, _ = attempt(run)
+        return (0.0, reason) if reason else (paces[0].rate, "")
 
     def _advice(self, report: ScalingReport) -> Iterator[tuple[str, Callable]]:
         """Yield changes to try as (name, change); `change()` returns a context for it, and the batches of a step."""

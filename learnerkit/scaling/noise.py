@@ -86,23 +86,20 @@ def estimate(rows: Sequence[Measured]) -> tuple[float, float]:
     Returns:
         NaN without steps; infinity where the mean gradient cannot be told from the noise.
     """
-    table = [(r.spread, r.parts - 1, 1 / r.counted, r.whole, r.counted, r.samples, 1.0) for r in rows]
-    sums = [math.fsum(column) for column in zip(*table, strict=True)]
-    value = _quotient(sums)
-    if len(rows) < 2 or not math.isfinite(value):
-        return value, math.nan
-    others = [_quotient([total - x for total, x in zip(sums, row, strict=True)]) for row in table]
-    mean = sum(others) / len(others)
-    return value, math.sqrt((len(others) - 1) / len(others) * sum((other - mean) ** 2 for other in others))
+    table = torch.tensor(
+        [(r.spread, r.parts - 1, 1 / r.counted, r.whole, r.counted, r.samples, 1.0) for r in rows], dtype=torch.float64
+    ).reshape(-1, 7)
+    n, sums = len(rows), table.sum(0)
+    without_each = _quotient(sums - table)
+    error = without_each.std(correction=0).item() * math.sqrt(n - 1) if n > 1 else math.nan
+    return _quotient(sums).item(), error if math.isfinite(error) else math.nan
 
 
-def _quotient(sums: Sequence[float]) -> float:
-    if not sums:
-        return math.nan
-    spread, free, inverse, whole, count, samples, steps = sums
+def _quotient(sums: Tensor) -> Tensor:
+    spread, free, inverse, whole, count, samples, steps = sums.unbind(-1)
     noise = spread / free
     signal = (whole - noise * inverse) / steps
-    return noise / signal * samples / count if signal > 0 else math.inf
+    return torch.where(signal <= 0, math.inf, noise / signal * samples / count)
 
 
 class GradientNoiseScale(Callback):

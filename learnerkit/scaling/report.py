@@ -252,7 +252,7 @@ class ScalingReport:
         """Return the report as JSON, which `from_json` reads."""
         facts = asdict(self) | {"slowest": self.slowest and self.slowest._asdict()}
         facts["cost"] = self.cost and self.cost._asdict()
-        forecast = None if self.cost is None else json.loads(self.forecast().to_json())
+        forecast = [] if self.cost is None else [row._asdict() for row in self.forecast().rows]
         return json.dumps(facts | {"forecast": forecast}, indent=1)
 
     @classmethod

@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
@@ -23,6 +23,9 @@ from learnerkit.text import in_one_line
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
+
+
+_T = TypeVar("_T")
 
 
 class Pace(NamedTuple):
@@ -160,17 +163,17 @@ def pace_alone(learn: "Learner", n_steps: int, seconds: float, threads: int | No
 
 
 @collective
-def attempt(run: Callable[[], Pace]) -> tuple[Pace | None, str]:
-    """Return the pace of a trial, or why it could not be run on some rank."""
-    result: Pace | None = None
-    reason = ""
+def attempt(run: Callable[[], _T]) -> tuple[list[_T], str, Exception | None]:
+    """Return the results of all ranks, the rank that has failed and why ('' if none has), and this rank's error."""
+    result: Any = None
+    error: Exception | None = None
     try:
         result = run()
-    except Exception as error:
-        reason = in_one_line(error)
-    reasons = distributed.all_gather(reason)
-    reason = next(filter(None, reasons), "")
-    return (None, reason) if reason else (result, "")
+    except Exception as e:
+        error = e
+    failed = "" if error is None else f"rank {distributed.rank()} failed: {in_one_line(error)}"
+    everyone = distributed.all_gather((result, failed))
+    return [each for each, _ in everyone], next((failed for _, failed in everyone if failed), ""), error
 
 
 @contextmanager

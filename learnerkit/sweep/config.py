@@ -18,6 +18,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
+
 from learnerkit.text import did_you_mean, escaped_line, in_one_line, printable
 
 GRID_LIMIT = 100_000  # more combinations than anybody waits for
@@ -127,16 +129,15 @@ def read_json(path: Path) -> Any:
             entries[name] = value
         return entries
 
-    def whole(digits: str) -> float:  # Python refuses to read thousands of digits as an integer
-        return int(digits) if len(digits) <= 600 else float(digits)
-
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
         text = "\n".join("" if line.lstrip().startswith("#") else line for line in lines)
-        return json.loads(text, object_pairs_hook=checked, parse_int=whole)
+        return json.loads(text, object_pairs_hook=checked)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
-    except json.JSONDecodeError as error:
+    except ConfigError:
+        raise
+    except ValueError as error:  # Python refuses to read thousands of digits as an integer.
         raise ConfigError(f"{path} is not valid JSON: {error}") from error
     except RecursionError:
         raise ConfigError(f"{path}: it is nested too deeply") from None
@@ -196,10 +197,8 @@ def grid_values(of: Any, size: int, where: str) -> list[Any]:
         )
     if step:
         return [low + i * step for i in range(n)]
-    ends = (math.log(low), math.log(high)) if of.log else (low, high)
-    inner = [ends[0] + (ends[1] - ends[0]) * i / max(n - 1, 1) for i in range(n)]
-    values = [min(max(math.exp(x) if of.log else x, low), high) for x in inner]
-    return list(dict.fromkeys(map(round, values) if is_whole else values))
+    values = (np.geomspace if of.log else np.linspace)(low, high, n)
+    return np.unique(values.round().astype(int) if is_whole else values).tolist()
 
 
 @dataclass(frozen=True)
