@@ -416,7 +416,7 @@ def test_code_tokens_are_counted_right():
 # The most tokens of code that each room may have; a room is a folder of the package, or a file at its top. A budget is
 # raised by at most a tenth. More needs a line in the changelog that says why.
 BUDGETS = {
-    "callbacks": 41_500, "parallel": 25_700, "data": 19_600, "scaling": 16_950, "preflight": 18_350, "sweep": 11_400,
+    "callbacks": 41_500, "parallel": 25_700, "data": 19_600, "scaling": 16_950, "preflight": 18_350, "sweep": 11_300,
     "launch": 13_200, "checkpoints": 12_500, "learner": 10_200, "inspection": 9_350, "metrics": 9_000,
     "loggers": 8_050, "images": 7_650, "optim": 7_350, "notebook": 7_300, "tabular": 7_050, "export": 6_600,
     "losses": 6_300, "distributed": 5_450, "vision": 5_350, "run_state": 4_650, "language": 4_500, "processes": 4_250,

@@ -10,7 +10,7 @@ module makes by itself count as its own time.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import partial
 from statistics import mean, median, stdev
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -136,16 +136,6 @@ class Stopwatch(Clock):
         finally:
             self.enter(before)
 
-    def timed(self, part: str, call: Callable) -> Callable:
-        """Wrap a function so that it is timed as a separate part, inside the one that is running."""
-
-        @wraps(call)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with self.within(part):
-                return call(*args, **kwargs)
-
-        return run
-
     def callbacks(self) -> list[Callback]:
         first: dict[str, Callable] = {
             event: lambda cb: self.enter(REST) for event in INNER_EVENTS if event != "cleanup_batch"
@@ -185,7 +175,7 @@ class Stopwatch(Clock):
                 return made
             # DistributedCallback sends buffers there, in which ranks wait for rank 0.
             sends = event == "before_batch" and repr(cb) == "DistributedCallback"
-            return self.timed(REDUCE if sends else f"callback {name_of(cb, event)}", made)
+            return self.within(REDUCE if sends else f"callback {name_of(cb, event)}")(made)
 
         def undo() -> None:
             del dispatch._hook

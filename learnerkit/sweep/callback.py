@@ -1,5 +1,6 @@
 """The callback that reports a trial's metric after every epoch, and ends a trial that is pruned."""
 
+from pathlib import Path
 from typing import Any
 
 from learnerkit import distributed
@@ -7,7 +8,9 @@ from learnerkit.callback import Callback
 from learnerkit.callbacks.recorder import check_monitor, monitored
 from learnerkit.endings import mark
 from learnerkit.marks import collective
-from learnerkit.sweep.script import Trial, place
+from learnerkit.sweep.config import optuna
+from learnerkit.sweep.script import place
+from learnerkit.sweep.study import open_study, read_plan
 
 
 class Pruned(SystemExit):
@@ -40,7 +43,8 @@ class Report(Callback):
             )
         self.reported: list[float] = []
         self._n_told = 0  # how many of them the journal has
-        self._trial: Trial | None = None
+        self._trial: Any = None  # Optuna's; rank 0 alone opens it
+        self._step = 0  # the number of values in the journal, with those of other callbacks of the script
 
     def before_fit(self) -> None:
         check_monitor(self.learn, self.metric)
@@ -52,16 +56,23 @@ class Report(Callback):
             return
         self.reported.append(value)
         self._tell()
-        ends = self._trial is not None and self._trial.is_pruned()
+        ends = self._trial is not None and self._trial.should_prune()
+        if ends:
+            self._trial.set_user_attr("pruned", self._step)
         if distributed.broadcast(ends) if self.learn.n_ranks > 1 else ends:  # every rank must reach this
             raise mark(Pruned(), agreed=True)
 
     def _tell(self) -> None:
         if self.place is None or not distributed.is_main():
             return
-        self._trial = self._trial or Trial(self.place)
+        if self._trial is None:
+            folder = Path(self.place["folder"])
+            study = open_study(folder, read_plan(folder)[0])
+            self._trial = optuna().trial.Trial(study, self.place["trial"])
+            self._step = 1 + max(study._storage.get_trial(self.place["trial"]).intermediate_values, default=-1)
         for value in self.reported[self._n_told :]:
-            self._trial.report(value)
+            self._trial.report(value, self._step)
+            self._step += 1
         self._n_told = max(self._n_told, len(self.reported))
 
     def state_dict(self) -> dict[str, Any]:

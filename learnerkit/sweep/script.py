@@ -1,8 +1,7 @@
-"""The functions for the script of a trial: its values, and its reports. Only a report needs more than Python itself."""
+"""What a trial's script gets from its search: values, and the trial's place. It needs no more than Python itself."""
 
 import json
 import os
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,36 +34,6 @@ def params(**defaults: Any) -> SimpleNamespace:
                 f"names, or --as-arguments gives the values as arguments{did_you_mean(name, defaults)}"
             )
     return SimpleNamespace(**{**defaults, **values})
-
-
-class Trial:
-    """The trial that this process runs, in the journal; rank 0 alone opens it.
-
-    Args:
-        place: the value of the variable `TRIAL`.
-    """
-
-    def __init__(self, place: dict[str, Any]) -> None:
-        from learnerkit.sweep.config import optuna
-        from learnerkit.sweep.study import open_study, read_plan
-
-        folder = Path(place["folder"])
-        study = open_study(folder, read_plan(folder)[0], optuna().samplers.RandomSampler())  # It draws nothing here.
-        self._trial = optuna().trial.Trial(study, place["trial"])
-        # Another callback of the script may have reported before.
-        self._step = 1 + max(study._storage.get_trial(place["trial"]).intermediate_values, default=-1)
-
-    def report(self, value: float) -> None:
-        """Report the value of the next epoch."""
-        self._trial.report(value, self._step)
-        self._step += 1
-
-    def is_pruned(self) -> bool:
-        """Tell whether to end now."""
-        if not self._trial.should_prune():
-            return False
-        self._trial.set_user_attr("pruned", self._step)
-        return True
 
 
 def place() -> dict[str, Any] | None:
