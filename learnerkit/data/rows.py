@@ -1,6 +1,7 @@
 """A loader that reads whole batches of a `TensorDataset` at once."""
 
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -86,15 +87,18 @@ class IndexBatches(BatchSampler):
     def __iter__(self) -> Iterator:
         order = self._order()
         if order is None:
-            yield from super().__iter__()
-            return
+            return super().__iter__()
         whole = len(order) // self.batch_size * self.batch_size
-        yield from order[:whole].view(-1, self.batch_size).unbind()  # this takes less time than `split`
-        if whole < len(order) and not self.drop_last:
-            yield order[whole:]
+        batches = order[:whole].view(-1, self.batch_size).unbind()  # this takes less time than `split`
+        rest = () if self.drop_last or whole == len(order) else (order[whole:],)
+        return chain(batches, rest, self._end(len(order)))
+
+    def _end(self, n: int) -> Iterator:
+        """Draw what torch's RandomSampler draws at its end, where it ignores another permutation; yield no batch."""
         generator = getattr(self.sampler, "generator", None)
-        if generator is not None:  # at its end torch's RandomSampler draws another permutation and ignores it
-            torch.randperm(len(order), generator=generator)
+        if generator is not None:
+            torch.randperm(n, generator=generator)
+        yield from ()
 
     def _order(self) -> Tensor | None:
         sampler: Any = self.sampler
