@@ -112,23 +112,14 @@ def _workers_seeded_apart(loader: Any, quiet: bool = True) -> Iterator[None]:
         loader.generator = None
 
 
-def say_read_forward(dl: Any, batches: int, advice: str = "") -> None:
-    """Warn that batches are read again up to the present position.
-
-    Args:
-        dl: the loader.
-        batches: the number of batches.
-        advice: how to avoid this; by default, to give the data a state.
-    """
+def say_read_forward(dl: Any, batches: int) -> None:
+    """Warn that a number of batches is read again, up to the present position."""
     if batches and distributed.is_main():
-        dataset = getattr(dl, "dataset", dl)
-        advice = advice or (
-            f"give the {type(dataset).__name__} (with num_workers=0) or its loader state_dict and load_state_dict, as "
-            "torchdata's StatefulDataLoader has"
-        )
         warn(
             f"{batches} batches of this epoch are read again and dropped, up to the place where training goes on: the "
-            f"data cannot be begun at a place. To avoid it, {advice}"
+            f"data cannot be begun at a place. To avoid it, give the {type(getattr(dl, 'dataset', dl)).__name__} (with "
+            "num_workers=0) state_dict and load_state_dict, or, on one process and with sharded=True, its loader, as "
+            "torchdata's StatefulDataLoader has"
         )
 
 
@@ -265,17 +256,17 @@ class IterablePlace:
 
     def share(self, shared: Any, place: "Position") -> None:
         """Let a rank's loader begin at the position."""
+        self._note_parts(shared.parts, place)
+        if shared.parts is None:  # data with an index
+            return
         # A stream has ended after a short batch, or when it gives none.
         self.shared, self.source = shared, shared.source
         self.length = None
-        self._note_parts(shared.parts, place)
         own: dict[str, Any] = {}
         ended = place.over or (place.goes_on and self.own.get("ended", False))
-        if not ended:  # otherwise the next epoch needs it
-            own, self.own = self.own if place.goes_on else {k: self.own.get(k) for k in ("source", "left")}, {}
-        if self.source is not None:
-            own = {"source": None if place.over else self.found, "stream": self.stream}
-            self.found = self.found if place.over else None
+        if not ended:  # otherwise the next epoch needs the states
+            own = self.own if self.source is None else {"source": self.found, "stream": self.stream}
+            self.own, self.found = {}, None
         self.again = shared.begin(inf if ended else place.read, place.first_step, own, place.goes_on)
 
     def note_start(self, loader: Any) -> None:

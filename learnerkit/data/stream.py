@@ -107,22 +107,12 @@ class SampleStream:
             return
         drawn = self.sampler if self.seed is None else same_stream(self.sampler, self.seed)
         items = islice(drawn, int(self.place), None)
-        rank, ranks = self.rank, self.ranks
-        opaque = self.opaque
-        if ranks > 1 and (self.training or self.split) and not (opaque and self.split):
-            yield from self._spread(([item] for item in items) if opaque else items)
+        if self.ranks == 1 or (self.opaque and self.split):
+            for step, item in enumerate(items, self.first):
+                size = None if self.opaque else loader_len(item)
+                yield Share(step * self.ranks + self.rank, size, size), item
             return
-        in_turns = ranks > 1 and not self.split
-        for step, item in enumerate(items, self.first):
-            if not in_turns or step % ranks == rank:
-                size = None if opaque else loader_len(item)
-                yield Share(step if in_turns else step * ranks + rank, size, size), item
-
-    def _spread(self, batches: Iterable) -> Iterator[tuple[Share, Any]]:
-        # Joined batches would be padded to their longest sample, which may need too much memory.
-        join, n = not isinstance(self.sampler, LengthBatches), loader_len(self.sampler)
-        left = None if n is None else n - int(self.place)
-        for step, pieces in enumerate(distribute(batches, self.ranks, self.split, self.least, join, left), self.first):
+        for step, pieces in enumerate(self._steps(items), self.first):
             mine, place = len(pieces[self.rank]), step * self.ranks + self.rank
             if not mine and not self.training:
                 continue
@@ -132,6 +122,14 @@ class SampleStream:
                 yield Share(place, None if mine else 0, self._samples_in(chain(*pieces))), piece[0]
             else:
                 yield Share(place, mine, sum(map(len, pieces))), piece
+
+    def _steps(self, items: Iterable) -> Iterator[list]:
+        """Yield for each step the pieces of all ranks; a piece of opaque items is a list of one."""
+        batches = ([item] for item in items) if self.opaque else items
+        # Joined batches would be padded to their longest sample, which may need too much memory.
+        join, n = not isinstance(self.sampler, LengthBatches), loader_len(self.sampler)
+        left = None if n is None else n - int(self.place)
+        return distribute(batches, self.ranks, self.split, self.least, join, left, spread=self.training)
 
     def _samples_in(self, items: Iterable) -> int | None:
         counts = [None if self.count is None else self.count(item) for item in items]
@@ -169,8 +167,9 @@ def split_evenly(batch: Any, parts: int, least: int) -> list:
 
 
 def distribute(
-    batches: Iterable, ranks: int, split: bool, least: int, join: bool = True, n: int | None = None
-) -> Iterator[list]:
+    batches: Iterable, ranks: int, split: bool, least: int, join: bool = True, n: int | None = None,
+    spread: bool = True,
+) -> Iterator[list]:  # fmt: skip
     """Distribute a stream of index batches over ranks: yield for each step a list with a piece for each rank.
 
     No batch is drawn before its step, as a sampler may depend on the model's training so far.
@@ -183,6 +182,7 @@ def distribute(
         least: the least number of samples of a rank in a batch that is cut or spread; whole batches are not changed.
         join: whether the batches of an uneven step may be joined; otherwise each is cut separately.
         n: the number of batches, if it is known; otherwise a last step with a batch for each rank is not spread.
+        spread: whether an uneven step is spread; otherwise some ranks have an empty piece in it.
     """
     if split:
         yield from (split_evenly(batch, ranks, least) for batch in batches)
@@ -191,8 +191,8 @@ def distribute(
     while group := list(islice(batches, ranks if n is None or drawn >= n else min(ranks, n - drawn))):
         drawn += len(group)
         last = drawn == n or len(group) < ranks
-        if len(group) == ranks and not (last and join and len({len(batch) for batch in group}) > 1):
-            yield group
+        if not spread or (len(group) == ranks and not (last and join and len({len(batch) for batch in group}) > 1)):
+            yield group + [[]] * (ranks - len(group))
         elif join:
             tensors = all(isinstance(batch, Tensor) for batch in group)
             yield split_evenly(torch.cat(group) if tensors else list(chain(*group)), ranks, least)
@@ -385,10 +385,11 @@ def reading(learn: "Learner") -> Iterator[None]:
     seeds_loader, generator = indexed or stream is not None, getattr(loader, "generator", None)
     base = draw_seed(generator) if seeds_loader and not goes_on else 0
     seed = draw_seed() if draws and not goes_on else 0
+    alike = learn.n_ranks == 1 or getattr(learn.dl, "alike", False)  # no other rank reads other samples
     if position is not None:
         seed, base = position.seed() if training else position.seed(False), position.seed(training)
-    elif draws and learn.n_ranks > 1:
-        seed = distributed.broadcast(seed)  # every rank must reach this
+    elif learn.n_ranks > 1 and (draws or alike):
+        seed, base = distributed.broadcast((seed, base))  # every rank must reach this
     try:
         if seeds_loader:
             loader.generator = torch.Generator().manual_seed(base)  # the loader's own draw has been made above
@@ -398,8 +399,8 @@ def reading(learn: "Learner") -> Iterator[None]:
             stream.place, stream.first = 0, learn.first_iter - again
             per_sample = isinstance(loader.dataset, PerSample)
             if per_sample or starts_workers(loader):
-                alike = per_sample or learn.n_ranks == 1 or getattr(learn.dl, "alike", False)
-                stream.fetching = seeds.mixed_seed(base, 0 if alike else distributed.rank()), per_sample
+                rank = 0 if per_sample or alike else distributed.rank()
+                stream.fetching = seeds.mixed_seed(base, rank), per_sample
             if position is not None and indexed and goes_on:
                 stream.place = inf if position.over else position.read
         if position is not None and training:

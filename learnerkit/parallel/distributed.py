@@ -324,12 +324,12 @@ class DistributedCallback(Callback):
             # With statistics per rank, BatchNorm needs two samples on a rank, or none.
             shared = rank_loader(
                 dl, "the training loader" if training else "the loader", training=training, split=self.split_batches,
-                least=2 if training and rank_norms(learn.model) else 1, seed=seed, sharded=self.dataset_is_sharded,
+                least=2 if training and rank_norms(learn.model) else 1, sharded=self.dataset_is_sharded,
                 join=self.uneven == "join", rank_step=step, dims=learn.dls.batch_dim, count=learn.dls.count,
             )  # fmt: skip
             if learn.dls.keeps(dl):  # otherwise the loader is made for this reading alone
                 self._loaders[key] = dl, shared  # keeping the loader keeps its id unique
-        shared.reseed(seed, since)
+        shared.seed, shared.since = seed, since
         if position is not None:
             position.data.states = seed
             learn.first_iter = position.share(shared)

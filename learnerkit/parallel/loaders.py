@@ -41,9 +41,10 @@ class RankLoader(LoaderView):
         share: this rank's share of the last batch; without samples, the batch is empty.
         sample: if the batch is empty, the samples from which it was made, for models that cannot run on an empty batch.
         step_size: samples of all ranks in a full step; `None` where the loader does not know it.
+        seed, since: the states of the global generators for data without an index, as in `same_stream`; data with one
+            get the epoch's seed.
         is_last: the loader has no length, and this is the last batch, on all ranks alike: an empty one, which exists
             only if a step of several batches is still to be taken.
-        usual_total: the approximate number of samples of all ranks in a step, where the shares do not tell.
         source: the object with the state of data that every rank reads alike.
         stream: the states of the generators with which the ranks read the `source`, at the present position.
         alike: every rank reads all batches and takes its part of each.
@@ -51,7 +52,8 @@ class RankLoader(LoaderView):
 
     source: Any = None
     is_last = False
-    usual_total: int | None = None
+    seed: tuple | None = None
+    since: tuple | None = None
     # The number of parts of an iterable dataset, and the number of workers that read each.
     parts: tuple[int, int] | None = None
     stream: Any = None
@@ -98,24 +100,6 @@ class RankLoader(LoaderView):
     def per_step(self) -> int:
         """The number of batches of the user's loader in a step of all ranks."""
         return 1 if self.split else distributed.world_size()
-
-    def reseed(self, seed: Any, since: tuple | None = None) -> None:
-        """Set the states of the global generators for data without an index; data with one get the epoch's seed.
-
-        Args:
-            seed, since: as in `same_stream`.
-        """
-
-    def begin(self, skip: float, first: int, own: dict[str, Any], quiet: bool) -> int:
-        """Let the next epoch of data without an index begin at a position; data with one have a `SampleStream`.
-
-        Args:
-            skip: the number of the user's batches before the position; infinite at the end of an epoch.
-            first: the number of the first step.
-            own: the `own_state` of a part of the data that is this rank's alone.
-            quiet: as in `read_on`.
-        """
-        return 0
 
 
 def first_rows(batch: Any, dims: Dims, n: int) -> Any:
@@ -186,8 +170,6 @@ class RankStreamLoader(RankLoader):
         super().__init__(loader, None, dims, cut if made and split else None, rank_step)
         self.join, self.sharded = join, sharded
         self.split, self.alike = split, not sharded
-        if not made or sharded:
-            self.usual_total = size if split else size * ranks
         self._count = None if split or sharded else count
         self.parts = (ranks if sharded else 1, max(1, dl.num_workers))
         self._source = source_of(loader) if sharded and rank_step is not None else None
@@ -195,9 +177,6 @@ class RankStreamLoader(RankLoader):
         self.source = dl.dataset if known else None
         self._ended = False  # this rank has no more data, while others have
         self._left = False  # all ranks have stopped before this rank's data ended
-        self._seed: Any = None  # as in `same_stream`
-        self._since: tuple | None = None
-        self._own_generator = dl.generator
         self.begin(0, 0, {}, quiet=False)
 
     @property
@@ -208,10 +187,19 @@ class RankStreamLoader(RankLoader):
         source = None if self._source is None else self._source.state_dict()
         # The state of a dataset that has ended with a short batch may already be that of the next epoch.
         size = None if self.share is None or isinstance(self._source, DataLoader) else self.share.size
-        short = size is not None and size * distributed.world_size() < (self.usual_total or 0)
+        short = size is not None and size * distributed.world_size() < (self.step_size or 0)
         return {"source": source, "ended": self._ended or short, "left": self._left}
 
     def begin(self, skip: float, first: int, own: dict[str, Any], quiet: bool) -> int:
+        """Let the next epoch begin at a position; return the number of steps that are read again.
+
+        Args:
+            skip: the number of the user's batches before the position; infinite at the end of an epoch.
+            first: the number of the first step.
+            own: the `own_state` of a part of the data that is this rank's alone, or the states of the `source` and the
+                `stream`.
+            quiet: as in `read_on`.
+        """
         self._first, state = first, own.get("source")
         if state is not None and not first and own.get("left"):
             warn(
@@ -229,13 +217,11 @@ class RankStreamLoader(RankLoader):
             source, quiet = (self._source, quiet) if self.sharded else (self.source, True)
             self._place = {"source": source, "state": state, "at_end": not first, "quiet": quiet}
         else:
-            advice = ""
             if self.sharded:
                 self._place = {"skip": first}
             else:
-                self._skip, name = int(skip), type(self.loader.dataset).__name__
-                advice = f"give the {name} (with num_workers=0) state_dict and load_state_dict"
-            say_read_forward(self.loader, first, advice)
+                self._skip = int(skip)
+            say_read_forward(self.loader, first)
             return first
         return 0
 
@@ -281,7 +267,7 @@ class RankStreamLoader(RankLoader):
         batches = read_on(self.loader, **self._place)
         if self.sharded or self.loader.num_workers or self._place.get("skip"):
             return batches
-        return same_stream(self._noting(batches), self.stream or self._seed, distributed.rank() == 0, self._since)
+        return same_stream(self._noting(batches), self.stream or self.seed, distributed.rank() == 0, self.since)
 
     def _noting(self, batches: Iterator) -> Iterator:
         for batch in batches:
@@ -349,16 +335,6 @@ class RankStreamLoader(RankLoader):
                 f"{step}, and all ranks stopped with it, although others had more; uneven='join' uses all of it"
             )
 
-    def reseed(self, seed: int | tuple, since: tuple | None = None) -> None:
-        self._seed, self._since = seed, since
-        # The loader seeds its workers from it.
-        if self.alike and self.loader.num_workers and self._own_generator is None:
-            self.loader.generator = torch.Generator()
-            if isinstance(seed, int):
-                self.loader.generator.manual_seed(seed)
-            else:
-                self.loader.generator.set_state(seed[0])
-
 
 def _joined(dl: DataLoader, samples: Any) -> Any:
     batch = dl.collate_fn(samples)
@@ -366,8 +342,8 @@ def _joined(dl: DataLoader, samples: Any) -> Any:
 
 
 def rank_loader(
-    dl: Any, name: str, *, training: bool, split: bool, least: int, seed: Any = None, sharded: bool = False,
-    join: bool = False, rank_step: "RankStep | None" = None, dims: Dims = 0,
+    dl: Any, name: str, *, training: bool, split: bool, least: int, sharded: bool = False, join: bool = False,
+    rank_step: "RankStep | None" = None, dims: Dims = 0,
     count: Callable[[Any], int | None] | None = None,
 ) -> RankLoader:  # fmt: skip
     """Return a loader of this rank's share of `dl`, with the user's samplers, collate function, workers and pinning.
@@ -376,7 +352,6 @@ def rank_loader(
         dl: the user's loader, or a list of batches.
         name: the loader's name in errors.
         training, split, least: as in `SampleStream`.
-        seed: for an iterable dataset, as in `same_stream`; the same on every rank.
         sharded, join: for iterable datasets, as in `RankStreamLoader`.
         rank_step, dims: as in `RankLoader`.
         count: returns the number of samples of a ready-made batch, where it is known.
@@ -388,7 +363,11 @@ def rank_loader(
     sizes: Callable[[Any], int | None] | None = None
     if isinstance(dl, Sequence) and not isinstance(dl, str):
         if count is not None and isinstance(dl, list | tuple):  # other sequences may read a file for each batch
-            sizes = partial(_count_item, count, dl)
+            batches, of_batch = dl, count
+
+            def sizes(item: int) -> int | None:
+                return of_batch(batches[item])
+
         # Without a generator here, torch's loader would draw from the global one.
         dl = DataLoader(dl, batch_size=None, collate_fn=itself, generator=torch.Generator())  # type: ignore[arg-type]
     if not isinstance(dl, DataLoader):
@@ -407,11 +386,9 @@ def rank_loader(
     rank, ranks = distributed.rank(), distributed.world_size()
     cut = partial(cut_share, rank=rank, ranks=ranks, dims=dims, least=least, name=name, count=count)
     if isinstance(dl.dataset, IterableDataset):
-        stream_loader = RankStreamLoader(
+        return RankStreamLoader(
             dl, name, rank_step=rank_step, split=split, sharded=sharded, join=join, dims=dims, cut=cut, count=count
         )
-        stream_loader.reseed(seed)
-        return stream_loader
     samplers = samplers_of(dl)
     if any(isinstance(s, DistributedSampler) for s in samplers):
         raise ValueError(
@@ -422,7 +399,3 @@ def rank_loader(
     replaced = replaced_sampler(dl, rank=rank, ranks=ranks, split=split, least=least, training=training, count=sizes)
     stream = next(iter(replaced.values()))
     return RankLoader(with_batches(dl, **replaced), stream, dims, cut if stream.opaque and split else None, rank_step)
-
-
-def _count_item(count: Callable[[Any], int | None], batches: Sequence[Any], item: int) -> int | None:
-    return count(batches[item])

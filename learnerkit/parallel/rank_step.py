@@ -128,7 +128,7 @@ class RankStep:
             learn.loss_count = 0  # the sample stands only for shapes and types
         self.count = host_count(learn.loss_count)
         if not mean.begun:
-            total = learn.dl.share.total or learn.dl.usual_total or mean.ranks  # it is the same on every rank
+            total = learn.dl.share.total or learn.dl.step_size or mean.ranks  # it is the same on every rank
             expected = total / mean.ranks
             if self.kept and not mean.sums:
                 # A callback accumulates gradients by skipping steps. The earlier gradients already have their scale, so

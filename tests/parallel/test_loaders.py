@@ -493,7 +493,8 @@ def pieces_of_ranks(monkeypatch):
         monkeypatch.setenv("WORLD_SIZE", str(ranks))
         for rank in range(ranks):
             monkeypatch.setenv("RANK", str(rank))
-            shared = share_out(loader, split=split, training=False, seed=3)
+            shared = share_out(loader, split=split, training=False)
+            shared.seed, shared.loader.generator = 3, torch.Generator().manual_seed(3)
             shared.begin(skip, 0, {}, quiet=False)
             found.append([(piece.size, [] if piece.batch is None else piece.batch) for piece in shared._pieces()])
         return list(zip_longest(*found, fillvalue=(0, [])))
