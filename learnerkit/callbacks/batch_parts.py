@@ -4,7 +4,7 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from learnerkit.callbacks.precision import MixedPrecision, predictions_in_float32
 from learnerkit.data.batches import Rows, in_float32, with_rows
-from learnerkit.data.cuts import cut_rows, even_sizes, row_counts
+from learnerkit.data.cuts import cut_rows, even_spans, row_counts
 from learnerkit.distributed import seeds
 from learnerkit.explain import is_out_of_memory
 from learnerkit.gradient_mean import GradientMean, host_count, scale_each
@@ -283,8 +283,6 @@ class Batches:
                 f"SplitBatch cannot cut {text}: say where the samples are by DataLoaders(batch_dim=...)"
                 " (errors.html#split-batch)"
             )
-        ends = [0, *accumulate(even_sizes(self.rows, parts, 1))]
-
         dim, batch = learn.dls.batch_dim, learn.batch
         is_cut = {*row_counts(batch, dim).values()} == {self.rows}
 
@@ -293,7 +291,7 @@ class Batches:
             whole = {"batch": cut_rows(batch, dim, start, stop)} if is_cut else {}
             return Part(stop - start, {"xb": xb, "yb": yb, "batch_size": stop - start} | whole)
 
-        return [part(start, stop) for start, stop in pairwise(ends) if start < stop]
+        return [part(start, stop) for start, stop in even_spans(self.rows, parts, 1) if start < stop]
 
     def _between(self, start: int, stop: int) -> tuple[Any, Any]:
         """Return the samples of inputs and targets from `start` to `stop`."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from learnerkit import distributed
 from learnerkit.callback import Callback
 from learnerkit.data.batches import to_device
-from learnerkit.data.cuts import cut_rows, even_sizes, join_rows, map_rows, parted, row_counts, rows_in
+from learnerkit.data.cuts import cut_rows, even_spans, join_rows, map_rows, parted, row_counts, rows_in
 from learnerkit.utils import itself, unwrap
 from learnerkit.values import describe, map_batch
 
@@ -203,6 +203,4 @@ class CarriedState(Callback):
         if self.learn.n_ranks == 1:
             return whole
         total = next((t.shape[self.dim] for t in rows_in(whole, self.dim)), 0)
-        sizes = even_sizes(total, distributed.world_size(), 1)
-        start = sum(sizes[: distributed.rank()])
-        return cut_rows(whole, self.dim, start, start + sizes[distributed.rank()])
+        return cut_rows(whole, self.dim, *even_spans(total, distributed.world_size(), 1)[distributed.rank()])

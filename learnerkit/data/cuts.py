@@ -1,7 +1,7 @@
 """The cutting of ready-made batches along the dimension of their samples."""
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -23,8 +23,8 @@ _ADVICE = (
 )
 
 
-def even_sizes(n: int, parts: int, least: int) -> list[int]:
-    """Return the sizes of `parts` pieces of `n` samples, as even as possible; the last ones are 0 if there are too few.
+def even_spans(n: int, parts: int, least: int) -> list[tuple[int, int]]:
+    """Return (start, stop) of `parts` pieces of `n` samples, as even as possible; the last are empty if `n` is small.
 
     Args:
         n: the number of samples.
@@ -32,7 +32,8 @@ def even_sizes(n: int, parts: int, least: int) -> list[int]:
         least: the least size of a piece; other pieces become empty to reach it.
     """
     used = max(1, min(parts, n // least))
-    return [n // used + (i < n % used) for i in range(used)] + [0] * (parts - used)
+    sizes = [n // used + (i < n % used) for i in range(used)] + [0] * (parts - used)
+    return list(pairwise(accumulate(sizes, initial=0)))
 
 
 def check_dims(dims: Any) -> None:
@@ -175,7 +176,7 @@ def cut_share(
         batch: the batch of all ranks.
         rank, ranks: the rank, and the number of ranks.
         dims: the dimension of the samples.
-        least: as in `even_sizes`.
+        least: as in `even_spans`.
         name: the loader's name in errors.
         count: returns the number of samples of a batch, as `DataLoaders.count`; by default its rows are counted.
 
@@ -197,8 +198,7 @@ def cut_share(
             f"dimension of the samples, or none ({lengths or describe(batch)}); {_ADVICE}"
         )
     rows = next(iter(counts.values()))
-    ends = [0, *accumulate(even_sizes(rows, ranks, least))]
-    start, stop = ends[rank], ends[rank + 1]
+    start, stop = even_spans(rows, ranks, least)[rank]
     total = None if count is None else count(batch)
     piece = cut_rows(batch, dims, start, stop) if start < stop else cut_rows(batch, dims, 0, least)
     return Share(0, stop - start, rows if total is None else total, piece)

@@ -508,7 +508,7 @@ class Unpacker:
         self._stream = None if sharded else stream_of(dl)
         self._size, self._total = _drawn_by(dl) if self._stream is None and not sharded else (0, 0)
         self._shares: Any = None  # the shares of the stream, as it is read
-        self._only_inputs = getattr(getattr(dl, "loader", dl), "only_inputs", False)
+        self._only_inputs = getattr(dl, "only_inputs", False)
         plain = dls.batch_dim == 0 and not self._only_inputs and not dls.takes_targets(arguments, 1, 2)
         usual = type(dls).split is DataLoaders.split  # a subclass may override it
         self._pairs = plain and usual and dls.n_inp in (None, 1) and dls.batch_size is None

@@ -123,19 +123,20 @@ def states_at_start(dl: Any) -> tuple:
 def keep_seeds(dl: Any = None, device: torch.device = HOST) -> Iterator[None]:
     """Restore random generators at the end: those of the host (torch, python, numpy), of `dl` and of its samplers.
 
+    The states of samplers that have `state_dict` are not among them.
+
     Args:
         device: if it is not the host, restore the generators of this type of device too.
     """
     states = seeds.seed_states()
-    generators = [getattr(x, "generator", None) for x in (dl, *samplers_of(dl))]
-    own_states = [(g, g.get_state()) for g in generators if isinstance(g, torch.Generator)]
+    generators = [x for x in order_sources(dl) if isinstance(x, GENERATORS)]
+    own_states = states_of(generators)
     try:
         with seeds.device_streams_kept(device):
             yield
     finally:
         seeds.set_seed_states(states)
-        for generator, state in own_states:
-            generator.set_state(state)
+        put_states(generators, own_states)
 
 
 def refuse_iterator(dl: Any, which: str = "") -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -58,19 +58,15 @@ class RowsLoader(DataLoader):
 
     def __iter__(self) -> Any:  # torch's return type is a private class
         rows = _rows(self.dataset) if self.reads_rows else None
-        if rows is None or self.batch_sampler is None:
-            return super().__iter__()
-        return self._read_rows(self.batch_sampler, *rows)
+        return super().__iter__() if rows is None else self._read_rows(*rows)
 
-    def _read_rows(
-        self, batches: Iterable, tensors: tuple[Tensor, ...], index: Tensor | None
-    ) -> Iterator[list[Tensor]]:
+    def _read_rows(self, tensors: tuple[Tensor, ...], index: Tensor | None) -> Iterator[list[Tensor]]:
         pin = self.pin_memory and torch.accelerator.is_available()
         # torch's loader draws a seed for its workers here; the same draw keeps the random streams equal.
         draw_seed(self.generator)
         # This runs at every batch. No name refers to a batch that is yielded, so that its memory is free for reuse as
         # soon as the reader drops it.
-        for rows in batches:
+        for rows in cast(Iterable, self.batch_sampler):
             if type(rows) is not Tensor or rows.dtype != torch.long:
                 rows = torch.as_tensor(rows, dtype=torch.long)
             if index is not None:

@@ -199,18 +199,12 @@ def _row(x: Any) -> dict[str, Any]:
     if isinstance(x, str):
         return {"text": x}
     if isinstance(x, Mapping):
-        return {str(key): _number(value) for key, value in x.items()}
+        return {str(key): cell(value) for key, value in x.items()}
     if isinstance(x, tuple):
         return {f"input {i}": cell(part) for i, part in enumerate(x)}
     if isinstance(x, Tensor) and x.ndim == 1 and len(x) <= _COLUMNS:
         return {str(i): value for i, value in enumerate(x.tolist())}
     return {"input": cell(x)}
-
-
-def _number(x: Any) -> Any:
-    """Return a number unchanged, so that it is right-aligned, and anything else as text."""
-    x = x.item() if isinstance(x, Tensor) and x.numel() == 1 else x
-    return x if isinstance(x, float | int) else cell(x)
 
 
 # Images

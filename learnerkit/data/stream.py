@@ -4,7 +4,7 @@ import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import accumulate, chain, islice
+from itertools import chain, islice
 from math import inf
 from typing import TYPE_CHECKING, Any, cast
 
@@ -25,7 +25,7 @@ from torch.utils.data import (
 
 from learnerkit import distributed
 from learnerkit.data.batches import loader_len
-from learnerkit.data.cuts import Share, even_sizes
+from learnerkit.data.cuts import Share, even_spans
 from learnerkit.data.lengths import LengthBatches
 from learnerkit.data.order import samplers_of
 from learnerkit.data.rows import IndexBatches, draw_seed
@@ -161,9 +161,7 @@ def split_evenly(batch: Any, parts: int, least: int) -> list:
         parts: the number of pieces.
         least: the least size of a piece; other pieces become empty to reach it.
     """
-    sizes = even_sizes(len(batch), parts, least)
-    ends = list(accumulate(sizes))
-    return [batch[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+    return [batch[start:stop] for start, stop in even_spans(len(batch), parts, least)]
 
 
 def distribute(
@@ -197,8 +195,10 @@ def distribute(
             tensors = all(isinstance(batch, Tensor) for batch in group)
             yield split_evenly(torch.cat(group) if tensors else list(chain(*group)), ranks, least)
         else:  # each batch goes to some of the ranks
-            sizes = even_sizes(ranks, len(group), 1)
-            yield [piece for batch, k in zip(group, sizes, strict=True) for piece in split_evenly(batch, k, least)]
+            some = split_evenly(range(ranks), len(group), 1)
+            yield [
+                piece for batch, of in zip(group, some, strict=True) for piece in split_evenly(batch, len(of), least)
+            ]
 
 
 # The random numbers of samplers
@@ -321,13 +321,10 @@ class PerSample(Dataset):
 
     def _fetched(self, seed: int, indices: Iterable) -> list:
         states, samples = seeds.seed_states(), []
-        several: Any = getattr(self.dataset, "__getitems__", None)
         try:
             for index in indices:
-                number = int(index) if hasattr(index, "__index__") else index
-                seeds.seed_host(seeds.mixed_seed(seed, number))
-                whole = several is None or not isinstance(number, int)
-                samples.append(self.dataset[index] if whole else several([index])[0])
+                seeds.seed_host(seeds.mixed_seed(seed, int(index) if hasattr(index, "__index__") else index))
+                samples.append(self.dataset[index])
         finally:
             seeds.set_seed_states(states)
         return samples

@@ -31,7 +31,7 @@ SHARED = (type, FunctionType, nn.Module, Optimizer, Callback, Dataset, DataLoade
 
 def numbered(objects: Sequence[Any]) -> dict[int, int]:
     """Return the indices of objects by `id`."""
-    return {id(x): i for i, x in enumerate(objects) if type(x) not in _VALUES}
+    return {id(x): i for i, x in enumerate(objects)}
 
 
 def make_pickler(known: Mapping[int, int]) -> Any:

@@ -7,12 +7,12 @@ from torch import nn
 
 from learnerkit import distributed
 from learnerkit.callback import Callback
+from learnerkit.data.cuts import cut_rows
 from learnerkit.events import CancelException
 from learnerkit.gradient_mean import StepGradient, counts_something
 from learnerkit.losses import output_of, pass_kept
 from learnerkit.marks import collective
 from learnerkit.parallel.agreement import STEP
-from learnerkit.parallel.loaders import first_rows
 from learnerkit.parallel.model_checks import rank_norms
 from learnerkit.parallel.rank_step import RankStep
 from learnerkit.utils import overrides
@@ -105,7 +105,7 @@ class LeftBatch(Callback):
                         "a callback, such as after_pred"
                         " (errors.html#sharded)"
                     )
-                learn.xb = first_rows(learn.xb, 0, int(learn.shards is not None and not rank_norms(learn.model)))
+                learn.xb = cut_rows(learn.xb, 0, 0, int(learn.shards is not None and not rank_norms(learn.model)))
                 with suppress(CancelException):  # a hook of the model raises it again
                     learn._forward()
             cast(StepGradient, learn._gradient).backward()
@@ -146,7 +146,7 @@ class StandIn(Callback):
         learn = self.learn
         if not learn.batch_size:
             for name in ("batch", "xb", "yb", "pred", "output"):
-                setattr(learn, name, first_rows(getattr(learn, name), 0, 0))
+                setattr(learn, name, cut_rows(getattr(learn, name), 0, 0, 0))
 
 
 def asks_ranks(model: nn.Module) -> bool:

@@ -83,28 +83,27 @@ class RankLoader(LoaderView):
         for batch in self.loader:
             if shares is None:  # kept for this iteration; another one may run inside it
                 shares = self.indices.shares
-            share = shares.popleft()
+            share = shares.popleft()._replace(batch=batch)
             if self.cut is not None:
-                _, size, total, batch = self.cut(batch)
-                if not size and not self.indices.training:
-                    continue
-                share = share._replace(size=size, total=total)
-            self.share, self.sample = share, batch
-            yield first_rows(batch, self.dims, 0) if share.size == 0 else batch
+                share = self.cut(batch)._replace(place=share.place)
+            if share.size != 0 or self.indices.training:
+                yield self._given(share, share.place)
         in_step = self.rank_step is not None and self.rank_step.mean.begun
         if self.share is not None and in_step and loader_len(self) is None:
-            self.is_last, self.share = True, Share(self.share.place + distributed.world_size(), 0, 0)
-            yield first_rows(self.sample, self.dims, 0)
+            self.is_last = True
+            yield self._given(Share(0, 0, 0), self.share.place + distributed.world_size())
+
+    def _given(self, share: Share, place: int) -> Any:
+        """Note a share and its place, and return its batch; without samples an empty one, of the last one's shapes."""
+        if share.batch is not None:
+            self.sample = share.batch
+        self.share = share._replace(place=place, batch=None)
+        return cut_rows(self.sample, self.dims, 0, 0) if share.size == 0 else share.batch
 
     @property
     def per_step(self) -> int:
         """The number of batches of the user's loader in a step of all ranks."""
         return 1 if self.split else distributed.world_size()
-
-
-def first_rows(batch: Any, dims: Dims, n: int) -> Any:
-    """Return the first `n` samples of a batch; with `n=0` an empty batch of the same shapes and types."""
-    return map_batch(lambda t: t[:n] if t.ndim else t, batch) if dims == 0 else cut_rows(batch, dims, 0, n)
 
 
 # Iterable datasets
@@ -242,7 +241,7 @@ class RankStreamLoader(RankLoader):
             self._compare(first.batch)
         for step, piece in enumerate(chain([first], pieces)):
             if piece.size != 0:
-                yield self._given(piece, step)
+                yield self._given(piece, self._place_of(step))
 
     def _pieces(self) -> Iterator[Share]:
         """Yield this rank's pieces of the steps, with their numbers of samples if the loader collates them."""
@@ -291,9 +290,8 @@ class RankStreamLoader(RankLoader):
             )
         return [marks is not None for marks in everyone]
 
-    def _given(self, piece: Share, step: int) -> Any:
-        self.share = piece._replace(place=step * distributed.world_size() + distributed.rank(), batch=None)
-        return first_rows(self.sample, self.dims, 0) if piece.size == 0 else piece.batch
+    def _place_of(self, step: int) -> int:
+        return step * distributed.world_size() + distributed.rank()
 
     @collective
     def _together(self, rank_step: "RankStep") -> Iterator:
@@ -308,17 +306,16 @@ class RankStreamLoader(RankLoader):
             raise ValueError("the training loader gave no batches on any rank; its iterable dataset is empty")
         least = 1 if self.join else distributed.world_size()
         if least <= having < distributed.world_size():  # ranks without data need the shapes of a batch
-            rows = distributed.all_gather(None if piece.batch is None else first_rows(piece.batch, self.dims, 1))
+            rows = distributed.all_gather(None if piece.batch is None else cut_rows(piece.batch, self.dims, 0, 1))
             self.sample = next(b for b in (piece.batch, *rows) if b is not None)
         while having >= least:
             self._ended = piece.batch is None
-            self.sample = self.sample if piece.batch is None else piece.batch
-            yield self._given(piece, step)
+            yield self._given(piece, self._place_of(step))
             piece = _NOTHING if self._ended else next(pieces, _NOTHING)
             having, step = rank_step.count_ranks(piece.batch is not None), step + 1
         if rank_step.mean.begun:  # a step of several batches is still to be taken
             self.is_last = True
-            yield self._given(Share(0, 0, 0), step)
+            yield self._given(Share(0, 0, 0), self._place_of(step))
         self.share, self._ended = None, False
         self._left = piece.batch is not None
         if self.source is not None:

@@ -8,7 +8,7 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 
 from learnerkit import DataLoaders
-from learnerkit.data.cuts import cut_rows, cut_share, even_sizes, join_rows, row_counts, rows_first
+from learnerkit.data.cuts import cut_rows, cut_share, even_spans, join_rows, row_counts, rows_first
 
 N, T = 7, 5
 
@@ -54,16 +54,18 @@ def leaves(part):
 def test_the_pieces_of_a_batch_are_the_batch(name, ranks, least):
     batch, dims = BATCHES[name]
     assert set(row_counts(batch, dims).values()) == {N}
-    start = 0
-    for rank, size in enumerate(even_sizes(N, ranks, least)):
+    end = 0
+    for rank, (start, stop) in enumerate(even_spans(N, ranks, least)):
+        size = stop - start
+        assert start == end
         _, mine, total, piece = cut_share(batch, rank, ranks, dims, least, "the loader")
         assert (mine, total) == (size, N)
         assert type(piece) is type(batch)
         shown = leaves(piece)  # without samples, a real one
         assert shown == leaves(cut_rows(batch, dims, *((start, start + size) if size else (0, least))))
         assert set(row_counts(piece, dims).values()) == {size or least}
-        start += size
-    assert start == N
+        end = stop
+    assert end == N
     assert leaves(cut_rows(batch, dims, 0, N)) == leaves(batch)
 
 
