@@ -407,15 +407,20 @@ class DataLoaders:
     def _owns(self, dl: Any) -> bool:
         return any(dl is known for known in self.loaders)
 
-    def row_sizes(self, batch: Any) -> set[int]:
-        """Return the numbers of rows that agree with all parts of a batch; several or none if the parts do not tell."""
-        return likely_sizes(batch) if self.batch_dim == 0 else set(row_counts(batch, self.batch_dim).values())
-
     def count(self, batch: Any) -> int | None:
-        """Return the number of samples of a batch that no loader has drawn; `None` if it is not known."""
+        """Return the number of samples of a batch that its data tell; `None` if they do not.
+
+        Raises:
+            ValueError: the function `batch_size` returned something else than a number of samples.
+        """
         if self.batch_size is not None:
-            return _checked_count(self.batch_size(batch))
-        sizes = self.row_sizes(batch)
+            n: Any = self.batch_size(batch)
+            if isinstance(n, bool) or not hasattr(n, "__index__") or int(n) < 0:
+                raise ValueError(
+                    f"the function batch_size of DataLoaders returned {n!r}; it returns a number of samples"
+                )
+            return int(n)
+        sizes = likely_sizes(batch) if self.batch_dim == 0 else set(row_counts(batch, self.batch_dim).values())
         return sizes.pop() if len(sizes) == 1 else None
 
     def dims_of(self, xb: tuple[Any, ...], yb: tuple[Any, ...]) -> tuple[Any, Any, int | None]:
@@ -552,22 +557,19 @@ class Unpacker:
         """Return the number of samples of a batch; `drawn` is the number that the loader has drawn, if it is known."""
         if drawn == 0:  # a rank without data has an empty batch
             return 0
-        if self.dls.batch_size is not None:
-            return _checked_count(self.dls.batch_size(batch))
+        counts_rows = self.dls.batch_size is None
         if (
             drawn
+            and counts_rows
             and self.dls.batch_dim == 0
             and isinstance(batch, tuple | list)
             and all(type(t) is Tensor and t.shape[:1] == (drawn,) for t in batch)
         ):
             return drawn  # the same result as below, in less time
-        likely = self.dls.row_sizes(batch)
-        if drawn in likely or (drawn is not None and len(likely) != 1):
-            return drawn
-        if len(likely) != 1:
-            return self._infer(batch)
-        rows = likely.pop()
-        if drawn is not None:
+        rows = self.dls.count(batch)
+        if rows is None:
+            return self._infer(batch) if drawn is None else drawn
+        if counts_rows and drawn not in (None, rows):
             self._say(
                 f"the loader drew {drawn} samples for a batch whose parts have {rows} rows; the rows are counted as "
                 f"samples. If they are not, {_ADVICE}"
@@ -647,12 +649,6 @@ def _drawn_by(dl: Any) -> tuple[int, int]:
     batches: Any = dl.batch_sampler
     total = loader_len(batches.sampler) if type(batches) in (BatchSampler, IndexBatches) else None
     return (0, 0) if total is None else (batches.batch_size, total)
-
-
-def _checked_count(n: Any) -> int:
-    if isinstance(n, bool) or not hasattr(n, "__index__") or int(n) < 0:
-        raise ValueError(f"the function batch_size of DataLoaders returned {n!r}; it returns a number of samples")
-    return int(n)
 
 
 _KEYWORDS = [*signature(DataLoaders.from_datasets).parameters, *signature(DataLoader).parameters]

@@ -29,7 +29,7 @@ NAMES = sorted({*learnerkit.__all__, *learnerkit._UNLISTED} - {*MODULES, *SECOND
 DISTRIBUTED = ("all_gather", "barrier", "broadcast", "is_main", "local_rank", "rank", "reduce", "world_size")
 INTERNAL = {  # methods without an underscore that are for other parts of the package
     "DataLoaders": {
-        "count", "keeps", "prefer", "row_sizes", "samples_first", "split", "takes_targets", "twin",
+        "count", "keeps", "prefer", "samples_first", "split", "takes_targets", "twin",
     }
 }  # fmt: skip
 
