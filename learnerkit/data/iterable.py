@@ -10,11 +10,11 @@ from math import inf
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from learnerkit import distributed
 from learnerkit.data.batches import loader_len
-from learnerkit.data.order import has_state, keep_seeds, states_at_start
+from learnerkit.data.order import has_index, has_state, keep_seeds, states_at_start
 from learnerkit.data.rows import draw_seed
 from learnerkit.distributed import seeds
 from learnerkit.utils import warn
@@ -125,11 +125,10 @@ def say_read_forward(dl: Any, batches: int) -> None:
 
 def source_of(dl: Any) -> Any:
     """Return the object that has the state of an iterable dataset or of another kind of loader, or `None`."""
-    if isinstance(dl, DataLoader):
-        if not isinstance(dl.dataset, IterableDataset):
-            return None
-        if not has_state(dl):
-            return dl.dataset if has_state(dl.dataset) and not dl.num_workers else None
+    if has_index(dl):
+        return None
+    if isinstance(dl, DataLoader) and not has_state(dl):
+        return dl.dataset if has_state(dl.dataset) and not dl.num_workers else None
     return dl if has_state(dl) else None
 
 
@@ -209,7 +208,7 @@ class IterablePlace:
     def _check(self, dl: Any, state: dict[str, Any], ranks: int) -> None:
         """Refuse to continue in an epoch that an iterable dataset with a state cannot read again."""
         epoch = state["epoch"]
-        if not epoch or not isinstance(dl, DataLoader) or not isinstance(dl.dataset, IterableDataset):
+        if not epoch or not isinstance(dl, DataLoader) or has_index(dl):
             return
         if self.source is None and has_state(dl.dataset) and dl.persistent_workers:
             why = (

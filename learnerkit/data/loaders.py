@@ -21,7 +21,7 @@ from torch.utils.data import (
 from learnerkit import distributed
 from learnerkit.data.batches import lengths_in, likely_sizes, loader_len, to_device
 from learnerkit.data.cuts import Dims, check_dims, parted, row_counts, rows_first
-from learnerkit.data.order import first_batch, keep_seeds, with_batches
+from learnerkit.data.order import first_batch, has_index, keep_seeds, with_batches
 from learnerkit.data.rows import IndexBatches, RowsLoader
 from learnerkit.data.stream import (
     PerSample,
@@ -381,7 +381,7 @@ class DataLoaders:
         """
         if not isinstance(dl, DataLoader) or stream_of(dl) is not None:
             return dl
-        indexed = not isinstance(dl.dataset, IterableDataset)
+        indexed = has_index(dl)
         if not indexed and callable(getattr(dl, "state_dict", None)):
             return dl  # its workers report their state in their own way
         counts = indexed and dl.batch_sampler is not None and not _drawn_by(dl)[1]
@@ -630,7 +630,7 @@ class CollateInputs:
 
 def _yields_tuples(dl: DataLoader[Any]) -> bool:
     """Tell from its first sample whether a loader's dataset yields tuples."""
-    if isinstance(dl.dataset, IterableDataset):
+    if not has_index(dl):
         return False
     with keep_seeds():
         return isinstance(dl.dataset[0], tuple | list)
@@ -644,7 +644,7 @@ _ADVICE = "give DataLoaders(..., batch_size=lambda batch: ...), a function that 
 
 def _drawn_by(dl: Any) -> tuple[int, int]:
     """Return the numbers of samples in a full batch and in all batches; (0, 0) if a loader does not draw by index."""
-    if not isinstance(dl, DataLoader) or isinstance(dl.dataset, IterableDataset):
+    if not has_index(dl):
         return 0, 0
     batches: Any = dl.batch_sampler
     total = loader_len(batches.sampler) if type(batches) in (BatchSampler, IndexBatches) else None

@@ -20,6 +20,11 @@ from learnerkit.torch_internals import loader_attributes
 HOST = torch.device("cpu")
 
 
+def has_index(dl: Any) -> bool:
+    """Tell whether an object is a torch `DataLoader` that reads its samples by index."""
+    return isinstance(dl, DataLoader) and not isinstance(dl.dataset, IterableDataset)
+
+
 def epoch_seed(start: Tensor, epoch: int) -> int:
     """Return the seed for the sample order of an epoch (counted from 0) of a fit.
 
@@ -181,7 +186,7 @@ def in_order(dl: Any, name: str) -> Any:
     Raises:
         ValueError: a loader without batches whose sampler is neither sequential nor random.
     """
-    if not isinstance(dl, DataLoader) or isinstance(dl.dataset, IterableDataset):
+    if not has_index(dl):
         return dl
     # Any object with a length will do.
     sampler: SequentialSampler = SequentialSampler(dl.dataset)  # type: ignore[arg-type]

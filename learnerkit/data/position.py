@@ -4,12 +4,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
 
 from learnerkit import distributed
 from learnerkit.data.batches import loader_len
 from learnerkit.data.iterable import IterablePlace
-from learnerkit.data.order import epoch_seed, order_sources, put_states, states_of
+from learnerkit.data.order import epoch_seed, has_index, order_sources, put_states, states_of
 from learnerkit.data.stream import starts_workers
 from learnerkit.distributed import seeds
 
@@ -155,7 +154,7 @@ class Position:
         state, self._loaded = self._loaded, None
         self._begin_epoch(epoch)
         self.begun = True
-        indexed = isinstance(dl, DataLoader) and not isinstance(dl.dataset, IterableDataset)
+        indexed = has_index(dl)
         self._total = loader_len(dl) if indexed or isinstance(dl, Sequence) else None
         self._batch_size = getattr(dl, "batch_size", None)
         self._order_sources = order_sources(dl)  # taken before samplers are lent generators

@@ -15,7 +15,6 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     DistributedSampler,
-    IterableDataset,
     RandomSampler,
     SequentialSampler,
     SubsetRandomSampler,
@@ -27,7 +26,7 @@ from learnerkit import distributed
 from learnerkit.data.batches import loader_len
 from learnerkit.data.cuts import Share, even_spans
 from learnerkit.data.lengths import LengthBatches
-from learnerkit.data.order import samplers_of
+from learnerkit.data.order import has_index, samplers_of
 from learnerkit.data.rows import IndexBatches, draw_seed
 from learnerkit.distributed import seeds
 from learnerkit.marks import collective
@@ -146,7 +145,7 @@ def replaced_sampler(dl: DataLoader, **kwargs: Any) -> dict[str, SampleStream]:
     name = "sampler" if dl.batch_sampler is None else "batch_sampler"
     stream, sampler = stream_of(dl), getattr(dl, name)
     whole = dl.batch_sampler is None and not isinstance(sampler, BatchSampler)
-    opaque = whole or isinstance(dl.dataset, IterableDataset) or (dl.num_workers > 0 and not dl.in_order)
+    opaque = whole or not has_index(dl) or (dl.num_workers > 0 and not dl.in_order)
     return {name: SampleStream(sampler if stream is None else stream.sampler, **{"opaque": opaque} | kwargs)}
 
 
@@ -244,9 +243,9 @@ _SEEDED = (
 )  # fmt: skip
 
 
-def draws_globally(dl: DataLoader) -> bool:
+def draws_globally(dl: Any) -> bool:
     """Tell whether a user-defined sampler behind a loader may draw from the global generators."""
-    if isinstance(dl.dataset, IterableDataset):
+    if not has_index(dl):
         return False
     own = (s for s in samplers_of(dl) if type(s) not in (SampleStream, *_SEEDED))
     return any(getattr(s, "generator", None) is None for s in own)
@@ -375,10 +374,10 @@ def reading(learn: "Learner") -> Iterator[None]:
     loader: Any = learn.dl
     while not isinstance(loader, DataLoader) and (inner := getattr(loader, "loader", None)) is not None:
         loader = inner
-    indexed = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+    indexed = has_index(loader)
     stream = stream_of(loader)
     goes_on = training and position is not None and position.goes_on
-    draws = any(getattr(s, "generator", s) is None for s in samplers_of(loader)) or (indexed and draws_globally(loader))
+    draws = any(getattr(s, "generator", s) is None for s in samplers_of(loader)) or draws_globally(loader)
     seeds_loader, generator = indexed or stream is not None, getattr(loader, "generator", None)
     base = draw_seed(generator) if seeds_loader and not goes_on else 0
     seed = draw_seed() if draws and not goes_on else 0

@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from multiprocessing import connection
 from multiprocessing.connection import Connection
-from types import GeneratorType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -249,7 +248,6 @@ class Workers:
         __tracebackhide__ = True
         if not self._processes:
             self._start()
-        args, kwargs = tuple(map(_listed, args)), {name: _listed(value) for name, value in kwargs.items()}
         # If the kernel's generators have not moved since the last call, each worker continues with its own.
         states = settings.get_random_states()
         moved = not same(states, self._random_states)
@@ -400,11 +398,6 @@ def _describe_death(p: _WorkerProcess) -> str:
     last = "".join(f"\n  {line}" for line in p.last_lines)
     printed = last and f"; it printed last:{last}"
     return f"the worker of rank {p.rank} {how}; the next call starts new workers{printed}"
-
-
-def _listed(x: Any) -> Any:
-    """Return a generator's items as a list, since it cannot be pickled, and any other value unchanged."""
-    return list(x) if isinstance(x, GeneratorType) else x
 
 
 def _name_cells(text: str) -> str:

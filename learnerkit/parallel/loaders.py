@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler
 
 from learnerkit import distributed
 from learnerkit.data.batches import loader_len
 from learnerkit.data.cuts import Dims, Share, cut_rows, cut_share
 from learnerkit.data.iterable import LoaderView, read_on, say_read_forward, source_of
-from learnerkit.data.order import has_state, samplers_of, with_batches
+from learnerkit.data.order import has_index, has_state, samplers_of, with_batches
 from learnerkit.data.stream import replaced_sampler, same_stream, split_evenly
 from learnerkit.distributed import seeds
 from learnerkit.marks import collective
@@ -382,7 +382,7 @@ def rank_loader(
         raise ValueError(f"{name} has in_order=False; sharing batches out among ranks needs their order")
     rank, ranks = distributed.rank(), distributed.world_size()
     cut = partial(cut_share, rank=rank, ranks=ranks, dims=dims, least=least, name=name, count=count)
-    if isinstance(dl.dataset, IterableDataset):
+    if not has_index(dl):
         return RankStreamLoader(
             dl, name, rank_step=rank_step, split=split, sharded=sharded, join=join, dims=dims, cut=cut, count=count
         )
