@@ -418,7 +418,7 @@ def test_code_tokens_are_counted_right():
 BUDGETS = {
     "callbacks": 41_500, "parallel": 25_700, "data": 19_600, "scaling": 16_950, "preflight": 18_350, "sweep": 11_300,
     "launch": 13_200, "checkpoints": 12_500, "learner": 10_200, "inspection": 9_350, "metrics": 9_000,
-    "loggers": 8_050, "images": 7_650, "optim": 7_350, "notebook": 7_300, "tabular": 7_050, "export": 6_600,
+    "loggers": 8_050, "images": 7_650, "optim": 7_350, "notebook": 7_200, "tabular": 7_050, "export": 6_600,
     "losses": 6_300, "distributed": 5_450, "vision": 5_350, "run_state": 4_650, "language": 4_500, "processes": 4_250,
     "files": 4_000, "torch_internals": 3_550, "explain": 3_300, "utils": 2_050, "values": 1_330, "large": 2_600,
     "callback": 2_300,

@@ -510,8 +510,8 @@ class Unpacker:
         self.dls, self.device = dls, device
         self.arguments, self.sharded = arguments, sharded
         self.dl = dl
-        self._stream = None if sharded else stream_of(dl)
-        self._size, self._total = _drawn_by(dl) if self._stream is None and not sharded else (0, 0)
+        self._stream = stream_of(dl)
+        self._size, self._total = _drawn_by(dl)
         self._shares: Any = None  # the shares of the stream, as it is read
         self._only_inputs = getattr(dl, "only_inputs", False)
         plain = dls.batch_dim == 0 and not self._only_inputs and not dls.takes_targets(arguments, 1, 2)
