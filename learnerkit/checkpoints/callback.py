@@ -212,7 +212,7 @@ class CheckpointCallback(StepCounter):
         if self._looked:
             return self._found
         used, launchers = distributed.broadcast(_is_used(self.path)), distributed.all_gather(_launcher())
-        restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+        restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or distributed.place().attempt) > 0
         # This script has done a fit here.
         goes_on = (self.path / _ENDS / str(self.learn.n_fits - 1)).resolve() in _ends_here
         if not used or (goes_on and not self.resume):

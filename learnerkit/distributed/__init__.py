@@ -1,8 +1,8 @@
 """Ranks, world size and collectives: every function answers on any number of processes, also on one.
 
-Facts are read when asked, never at import: from the process group, else from the environment a launcher made
-(`RANK`, `LOCAL_RANK`, `WORLD_SIZE`), else 0, 0 and 1. The process group is made at first need and lives until the
-process ends. On one process a collective is the identity.
+Facts are read when asked, never at import: from the process group, else from the environment that a launcher made
+(`RANK`, `LOCAL_RANK`, `WORLD_SIZE`) or the scheduler of a cluster (`learnerkit.clusters`), else 0, 0 and 1. The process
+group is made at first need and lives until the process ends. On one process a collective is the identity.
 """
 
 from learnerkit.distributed.collectives import (
@@ -35,6 +35,7 @@ from learnerkit.distributed.facts import (
     is_joined,
     is_main,
     local_rank,
+    place,
     rank,
     warn_once,
     world_size,
@@ -58,6 +59,6 @@ __all__ = [
     "before_collective", "broadcast", "broadcast_into", "compare_calls_of_users", "count_call", "default_device",
     "follow_rank0", "gather_pieces", "give_values", "group", "grouped_collectives", "hear",
     "is_joined", "is_main", "join", "local_rank", "mean_into", "meet", "no_collectives", "not_together",
-    "noticing_standstills", "on_rank0", "rank", "rank0_first", "reduce", "same_everywhere", "set_seed",
+    "noticing_standstills", "on_rank0", "place", "rank", "rank0_first", "reduce", "same_everywhere", "set_seed",
     "spread_seeds", "store", "store_port", "tell", "warn_once", "world_size",
 ]  # fmt: skip

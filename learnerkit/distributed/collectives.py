@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import os
+import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -353,7 +354,7 @@ def rank0_first(f: Callable[..., T] | None = None, *args: Any, per_node: bool = 
         )
     if not _has_peers("rank0_first"):
         return f(*args)
-    node = int(os.environ.get("GROUP_RANK", 0)) if per_node else 0
+    node = os.environ.get("GROUP_RANK") or socket.gethostname() if per_node else ""
     key = f"learnerkit/rank0_first/{count_call('rank0_first')}/{node}"
     if (local_rank() if per_node else rank()) == 0:
         try:

@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from learnerkit.clusters import Place, find
 from learnerkit.endings import mark
 from learnerkit.utils import warn
 
@@ -20,16 +21,29 @@ def is_joined() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
+def place() -> Place:
+    """Return the place of this process in its run, by the variables of a launcher or of a cluster.
+
+    Raises:
+        ValueError: the variables are incomplete or wrong, or two clusters disagree.
+    """
+    told = find(os.environ)
+    if told is not None:
+        return told
+    number, size = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
+    return Place("", "", number, size, attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)))
+
+
 def rank() -> int:
     """Return this process's number among all processes of the run."""
-    return dist.get_rank() if is_joined() else int(os.environ.get("RANK", 0))
+    return dist.get_rank() if is_joined() else place().node
 
 
 def world_size() -> int:
     """Return the number of processes of the run."""
     if _alone.get():
         return 1
-    return dist.get_world_size() if is_joined() else int(os.environ.get("WORLD_SIZE", 1))
+    return dist.get_world_size() if is_joined() else place().nodes
 
 
 _alone: ContextVar[bool] = ContextVar("alone", default=False)
@@ -53,11 +67,12 @@ def alone() -> AbstractContextManager[None]:
 def local_rank() -> int:
     """Return this process's number among those of its machine: the index of its accelerator.
 
-    Without `LOCAL_RANK` (processes started by `mp.spawn`, say) all ranks are taken to share one machine.
+    In a process group without `LOCAL_RANK` (processes started by `mp.spawn`, say) all ranks are taken to share one
+    machine.
     """
     if "LOCAL_RANK" in os.environ:
         return int(os.environ["LOCAL_RANK"])
-    return rank() % max(1, torch.accelerator.device_count()) if is_joined() else 0
+    return rank() % max(1, torch.accelerator.device_count()) if is_joined() else place().local_rank or 0
 
 
 def is_main() -> bool:

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from learnerkit.distributed.facts import PeerError, default_device, is_joined, rank, world_size
+from learnerkit.clusters import check_script
+from learnerkit.distributed.facts import PeerError, default_device, is_joined, place, rank, world_size
 from learnerkit.marks import collective
 from learnerkit.processes.sockets import NotAStore, has_closed, store_answers
 from learnerkit.torch_internals import await_thread_list_lock, compare_calls, default_store, default_timeout
@@ -58,7 +59,14 @@ def join(timeout: float | timedelta | None = None, what: str = "", wait: float |
 
 @collective
 def _init(timeout: timedelta | None, what: str, wait: float) -> None:
-    """Make the process group."""
+    """Make the process group, and set a launcher's variables if this process knows its place by others."""
+    here = place()
+    check_script(here, os.environ, torch.accelerator.device_count())
+    if here.by_scheduler:
+        if not (here.is_rank and here.node):
+            print(f"learnerkit: {here}", file=sys.stderr, flush=True)
+        for name, value in here.variables().items():
+            os.environ.setdefault(name, value)
     device = default_device()
     if device.type == "cpu":
         backend = "gloo"
@@ -66,10 +74,10 @@ def _init(timeout: timedelta | None, what: str, wait: float) -> None:
         torch.accelerator.set_device_index(device.index)
         # CPU tensors (predictions, counts) are sent by gloo, so they need no memory of the accelerator.
         backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
-    here, size = rank(), world_size()
-    keys = _meet_in_store(timeout, what, wait)
+    number, size = rank(), world_size()
+    keys = _meet_in_store(timeout, what, wait, here.by_scheduler)
     await_all(dist.PrefixStore("learnerkit/first", keys), what, wait)
-    dist.init_process_group(backend, store=keys, rank=here, world_size=size, timeout=timeout)
+    dist.init_process_group(backend, store=keys, rank=number, world_size=size, timeout=timeout)
     atexit.register(_leave)
 
 
@@ -231,10 +239,16 @@ def _root(keys: Any) -> Any:
 
 
 @collective
-def _meet_in_store(timeout: timedelta | None, what: str = "", wait: float = JOIN_SECONDS) -> dist.Store:
-    """Return the store at the address in the environment, where torch alone would wait for half an hour."""
+def _meet_in_store(
+    timeout: timedelta | None, what: str = "", wait: float = JOIN_SECONDS, starts_apart: bool = False
+) -> dist.Store:
+    """Return the store at the address in the environment, where torch alone would wait for half an hour.
+
+    A scheduler may start the machines at different times (`starts_apart`), so that they wait as long as for a fit.
+    """
     promised = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    wait = min(wait, JOIN_SECONDS) if promised else JOIN_SECONDS
+    if not starts_apart:
+        wait = min(wait, JOIN_SECONDS) if promised else JOIN_SECONDS
     me = f"rank {rank()} called {what}, but " if what else ""
     try:
         if rank() or promised:

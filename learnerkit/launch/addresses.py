@@ -58,6 +58,14 @@ def own_address(host: str, port: int) -> str:
     return own
 
 
+def resolves(host: str) -> bool:
+    """Tell whether a name has an address by now; some clusters start machines before their names are known."""
+    try:
+        return bool(socket.getaddrinfo(host, None))
+    except OSError:
+        return False
+
+
 def is_own(host: str) -> bool:
     """Tell whether an address is one of this machine's: then, and only then, a socket can be bound to it."""
     try:

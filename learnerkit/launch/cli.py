@@ -7,10 +7,12 @@ import signal
 import socket
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from learnerkit import clusters
+from learnerkit.clusters.place import PORT
 from learnerkit.launch import slurm, supervise
 from learnerkit.launch.addresses import NodeError, parse_endpoint
 from learnerkit.launch.gpus import choose_gpus, gpu_names
@@ -21,7 +23,6 @@ from learnerkit.launch.supervise import Attempt, Interrupted, Job
 from learnerkit.processes.machine import LOOPBACK
 from learnerkit.text import did_you_mean, escaped_line, printable, signal_name
 
-PORT = 29500  # the port of the nodes' rendezvous unless another one is given, as with torchrun
 COUNTS = ("--nproc", "--nproc-per-node", "--nnodes")  # options that a script should not need
 DOCTOR = ["-m", "learnerkit.doctor", "--rank"]
 
@@ -35,6 +36,7 @@ class Plan:
     nodes: Static | Elastic | None = None
     port: int = 0  # the port on one machine; 0: any
     told: bool = False  # whether the user was told where options of the launcher stand
+    attempt: int = 0  # how often a cluster has started the run again
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "learnerkit.launch") -> int:
@@ -49,8 +51,8 @@ def main(argv: Sequence[str] | None = None, prog: str = "learnerkit.launch") -> 
 def run(plan: Plan) -> int:
     """Run attempts until one succeeds, or none is left, and return the exit code."""
     job = plan.job
-    restarts = plan.restarts
-    number = 0
+    restarts = plan.restarts + plan.attempt
+    number = plan.attempt
     rendezvous = Rendezvous(plan.nodes, job.timeout or 300.0, say) if plan.nodes else None
     attempt: Attempt | None = None
 
@@ -232,18 +234,20 @@ def parse(argv: Sequence[str] | None, prog: str = "learnerkit.launch") -> Plan |
         if unused := [name for name in SBATCH if getattr(options, name) is not None]:
             name = "module or --setup" if unused[0] == "setup" else unused[0].replace("_", "-")
             raise ValueError(f"--{name} goes with --write-sbatch, which writes a batch script")
-        nodes, one_gpu = choose_nodes(options, os.environ)
-        nproc, gpus = choose_processes(1 if one_gpu else options.nproc, options.gpus, os.environ)
+        nodes, place = choose_nodes(options, os.environ)
+        nproc, gpus = choose_processes(options.nproc, options.gpus, os.environ, place)
         port = 0 if nodes else free_port(options.master_port or 0)
     except ValueError as error:
         parser.error(str(error))
     job = Job(
         command, nproc, gpus, options.grace, options.unbuffered, options.timeout, options.log_dir, options.tee,
         explains_failure=options.check, reports=options.report,
+        env={name: value for name, value in place.network().items() if name not in os.environ} if place else {},
     )  # fmt: skip
     # A script that reads no arguments would say nothing, and run on another number of processes than was meant.
     counts = () if options.nproc or options.gpus or options.nnodes else COUNTS
-    return Plan(job, options.max_restarts, nodes, port, say_where_options_stand(command, counts))
+    return Plan(job, options.max_restarts, nodes, port, say_where_options_stand(command, counts),
+                place.attempt if place else 0)  # fmt: skip
 
 
 def protect_sbatch_values(words: list[str]) -> list[str]:
@@ -288,32 +292,61 @@ def free_port(port: int) -> int:
 # Several machines
 
 
-def choose_nodes(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[Static | Elastic | None, bool]:
-    """Return how the machines of the run find each other, if there are several, and whether each starts one process."""
+def choose_nodes(
+    options: argparse.Namespace, environ: Mapping[str, str]
+) -> tuple[Static | Elastic | None, clusters.Place | None]:
+    """Return how the machines of the run find each other, if there are several, and the place that a cluster tells.
+
+    What the options say goes before what the cluster says.
+    """
     least, most = node_counts(options.nnodes)
-    static = [name for name in ("node_rank", "master_addr") if getattr(options, name) is not None]
+    static = {name: value for name in ("node_rank", "master_addr") if (value := getattr(options, name)) is not None}
     if options.rdzv_endpoint is not None:
         if static or options.master_port is not None:
             raise ValueError("--rdzv-endpoint does not go with --node-rank, --master-addr or --master-port")
         if options.nnodes is None:
             raise ValueError("--rdzv-endpoint needs --nnodes: how many nodes, such as 2, or 1:4")
-        return Elastic(least, most, *parse_endpoint(options.rdzv_endpoint, PORT)), False
-    if options.nnodes is None and not static:
-        task = slurm.current_task(environ)
-        if task is None:
-            if hint := slurm.advice(environ):
-                say(hint)
-            return None, False
-        return Static(task.number, task.count, task.addr, task.port), task.one_gpu
+        return Elastic(least, most, *parse_endpoint(options.rdzv_endpoint, PORT)), None
     if least < most:
         raise ValueError(f"--nnodes {options.nnodes} needs --rdzv-endpoint host:port, as nodes may come and go")
-    if most == 1:
-        return None, False
+    if options.nnodes is not None and most == 1:
+        return None, None
     if len(static) < 2:
+        place = find_place(options, environ)
+        if place is not None and options.nnodes in (None, str(place.nodes)):
+            return nodes_of(place), place
+        if options.nnodes is None and not static:
+            return None, None
+    if options.nnodes is None or len(static) < 2:
         raise ValueError("several machines need --nnodes, --node-rank and --master-addr, or --rdzv-endpoint")
     if not 0 <= options.node_rank < most:
         raise ValueError(f"--node-rank {options.node_rank}: give 0 to {most - 1}, another one on each node")
-    return Static(options.node_rank, most, options.master_addr, options.master_port or PORT), False
+    return Static(options.node_rank, most, options.master_addr, options.master_port or PORT), None
+
+
+def find_place(options: argparse.Namespace, environ: Mapping[str, str]) -> clusters.Place | None:
+    """Return the place that a cluster tells, with what the options say of it, and say which cluster it is."""
+    address, port = options.master_addr, options.master_port
+    place = clusters.find(environ if address is None else {**environ, "MASTER_ADDR": address})
+    if place is None:
+        if hint := clusters.advice(environ):
+            say(hint)
+        return None
+    if place.launched and place.nodes == 1:
+        return None
+    clusters.check_launcher(place, environ, len(gpu_names(environ)), options.nproc)
+    node = place.node if options.node_rank is None else options.node_rank
+    place = replace(place, node=node, address=address or place.address, port=port or place.port)
+    if not place.is_rank or place.node == 0:
+        say(str(place))
+    return place
+
+
+def nodes_of(place: clusters.Place) -> Static | Elastic | None:
+    """Return how the machines of a cluster find each other, if there are several."""
+    if place.least is not None:
+        return Elastic(place.least, place.nodes, place.address, place.port)
+    return Static(place.node, place.nodes, place.address, place.port) if place.nodes > 1 else None
 
 
 def node_counts(text: str | None) -> tuple[int, int]:
@@ -369,8 +402,12 @@ def launcher_options(options: argparse.Namespace) -> list[str]:
 # GPUs, found without torch
 
 
-def choose_processes(nproc: int | None, gpus: str | None, environ: Mapping[str, str]) -> tuple[int, str | None]:
+def choose_processes(
+    nproc: int | None, gpus: str | None, environ: Mapping[str, str], place: clusters.Place | None = None
+) -> tuple[int, str | None]:
     """Return the number of processes and, if `gpus` picks some, the CUDA_VISIBLE_DEVICES for them."""
+    if place is not None and (place.is_rank or (nproc is None and gpus is None)):
+        nproc = place.nproc
     if nproc is not None and gpus is not None:
         raise ValueError("--nproc does not go with --gpus, which starts one process per GPU; leave one of them out")
     if nproc is not None and nproc < 1:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from learnerkit.launch.addresses import NodeError, family_of, is_own, own_address
+from learnerkit.launch.addresses import NodeError, family_of, is_own, own_address, resolves
 from learnerkit.processes.sockets import ANSWER_SECONDS, NotAStore, store_answers
 from learnerkit.text import in_one_line
 
@@ -72,6 +72,7 @@ class Rendezvous:
         """
         self._deadline = time.monotonic() + self.patience
         spec = self.spec
+        self.wait(lambda: f"an address for the name {spec.address!r}", lambda: resolves(spec.address))
         return self._join_static(spec, attempt) if isinstance(spec, Static) else self._join_elastic(spec, attempt)
 
     def _join_static(self, spec: Static, attempt: int) -> tuple[int, int, int, Any]:

@@ -16,13 +16,14 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from learnerkit import clusters
+from learnerkit.clusters import Place
 from learnerkit.endings import is_collective_error
-from learnerkit.launch import cli, gpus, slurm
+from learnerkit.launch import cli, gpus
 from learnerkit.launch.cli import Plan, choose_processes, parse
 from learnerkit.launch.environment import Topology, rank_environment
 from learnerkit.launch.gpus import gpu_names, listed_gpus
 from learnerkit.launch.rendezvous import Elastic, Static
-from learnerkit.launch.slurm import Task
 from learnerkit.launch.supervise import CAUSE_SECONDS, Job
 
 ROOT = Path(__file__).parents[2]
@@ -263,10 +264,10 @@ def test_options_say_how_machines_meet(no_gpu, options, nodes, nproc):
 
 
 def test_slurm_says_how_machines_meet(no_gpu, monkeypatch):
-    for task in (Task(1, 2, False, "gpu1", 21000), Task(5, 8, True, "gpu1", 21000)):
-        monkeypatch.setattr(slurm, "current_task", lambda environ, task=task: task)
+    for task in (Place("SLURM", "", 1, 2, "gpu1", 21000), Place("SLURM", "", 5, 8, "gpu1", 21000, 1, is_rank=True)):
+        monkeypatch.setattr(clusters, "find", lambda environ, task=task: task)
         plan = parse([__file__])
-        assert plan.nodes == Static(task.number, task.count, "gpu1", 21000)
+        assert plan.nodes == Static(task.node, task.nodes, "gpu1", 21000)
         assert plan.job.nproc == 1
         options = ["--nnodes", "2", "--node-rank", "0", "--master-addr", "a"]
         assert parse([*options, __file__]).nodes.address == "a"  # what is said goes before what is found

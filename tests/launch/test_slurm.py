@@ -17,8 +17,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from learnerkit.clusters.slurm import advice, current_task, expand_nodes
 from learnerkit.launch import cli
-from learnerkit.launch.slurm import Task, advice, batch_script, current_task, expand_nodes
+from learnerkit.launch.slurm import batch_script
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "scripts" / "slurm_task.py"
@@ -140,7 +141,7 @@ def test_malformed_lists_of_nodes_are_refused(text):
 )
 def test_tasks_of_srun_know_their_place(environ, expected):
     task = current_task(environ)
-    assert (task.number, task.count, task.one_gpu, task.addr) == expected
+    assert (task.node, task.nodes, task.is_rank, task.address) == expected
     assert advice(environ) == ""
 
 
@@ -152,7 +153,8 @@ def test_each_job_step_has_a_port_of_its_own():
                 current_task(ONE_PER_NODE | variables(f"JOB_ID={job} STEP_ID={step} PROCID={number}"))
                 for number in (0, 1)
             ]
-            assert tasks[0] == Task(0, 2, False, "gpu01", tasks[1].port)
+            assert [(task.node, task.nodes, task.address) for task in tasks] == [(0, 2, "gpu01"), (1, 2, "gpu01")]
+            assert tasks[0].port == tasks[1].port
             ports.add(tasks[0].port)
     assert len(ports) == 80
     assert 20000 <= min(ports) <= max(ports) < 30000
@@ -189,9 +191,9 @@ def test_a_shell_in_a_step_is_no_task(monkeypatch):
         "this allocation has 2 nodes; `srun --overlap python -m learnerkit.launch ...` uses them all"
     )
     started_by_srun = PTY_OF_FOUR | {"SLURM_TASK_PID": str(os.getpid())}
-    assert current_task(started_by_srun).count == 4
+    assert current_task(started_by_srun).nodes == 4
     assert advice(started_by_srun) == ""
-    assert current_task(FOUR_PER_NODE).count == 8
+    assert current_task(FOUR_PER_NODE).nodes == 8
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,13 @@
-"""Print what `learnerkit.launch.slurm` makes of the environment of this process."""
+"""Print what `learnerkit.clusters.slurm` makes of the environment of this process."""
 
 import json
 import os
-from dataclasses import astuple
 
-from learnerkit.launch.slurm import advice, current_task, expand_nodes
+from learnerkit.clusters.slurm import advice, current_task, expand_nodes
 
 try:
     task = current_task(os.environ)
-    told = task and astuple(task)
+    told = task and (task.node, task.nodes, task.is_rank, task.address, task.port)
 except ValueError as error:
     told = str(error)
 nodes = expand_nodes(os.environ["SLURM_JOB_NODELIST"])
