@@ -24,7 +24,8 @@ def check_launcher(place: Place, environ: Mapping[str, str], gpus: int, nproc: i
             f"{place}, so this process is a rank already, which a launcher started; run the script itself here, or "
             "--nnodes 1 starts another run (errors.html#clusters)"
         )
-    size = f"WORLD_SIZE={place.nodes}, {gpus} GPUs"
+    found = f"{gpus} GPU{'s' * (gpus != 1)}"
+    size = f"WORLD_SIZE={place.nodes}, {found}"
     if "NPROC_PER_NODE" in environ:
         size += f", NPROC_PER_NODE={environ['NPROC_PER_NODE']}"
     if _is_unsure(place) and max(gpus, place.nproc or 1) > 1 and nproc is None:
@@ -35,7 +36,7 @@ def check_launcher(place: Place, environ: Mapping[str, str], gpus: int, nproc: i
         )
     if 0 < gpus < (place.nproc or 0) and nproc is None:
         raise ValueError(
-            f"{place} and {place.nproc} processes on each, but {gpus} GPUs can be used here; give --nproc "
+            f"{place} and {place.nproc} processes on each, but {found} can be used here; give --nproc "
             "(errors.html#clusters)"
         )
     _check_numbers(place, environ, place.nproc or max(gpus, 1), SETTLE)
@@ -58,7 +59,7 @@ def check_script(place: Place, environ: Mapping[str, str], gpus: int) -> None:
     if not place.is_rank and place.nodes > 1 and (per_node > 1 or place.least is not None):
         question = ": does WORLD_SIZE count ranks or nodes?" if _is_unsure(place) else ""
         raise ValueError(
-            f"{place}, so one process was started here, where {per_node} ranks belong ({gpus} GPUs){question}; {settle}"
+            f"{place}, so one process was started here, where {per_node} ranks belong (GPUs: {gpus}){question}; {settle}"
         )
     _check_numbers(place, environ, per_node, settle)
 
