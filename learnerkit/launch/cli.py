@@ -3,6 +3,7 @@
 import argparse
 import os
 import re
+import shlex
 import signal
 import socket
 import sys
@@ -13,7 +14,7 @@ from typing import Any, NoReturn
 
 from learnerkit import clusters
 from learnerkit.clusters.place import PORT
-from learnerkit.launch import slurm, supervise
+from learnerkit.launch import jobs, supervise
 from learnerkit.launch.addresses import NodeError, parse_endpoint
 from learnerkit.launch.gpus import choose_gpus, gpu_names
 from learnerkit.launch.nodes import begin_alone, begin_with_others
@@ -172,45 +173,43 @@ def make_parser(prog: str = "learnerkit.launch") -> Parser:
     add("--master-addr", metavar="A", help="address of node 0")
     add("--master-port", type=int, metavar="P", help=f"port at which node 0 listens (default: {PORT})")
     add("--rdzv-endpoint", metavar="H:P", help="for nodes that may come and go, or have no numbers: host:port of one")
-    batch = "write a batch script that runs this command, and comes back after its time limit"
-    add = parser.add_argument_group("SLURM", batch).add_argument
-    add("--write-sbatch", type=Path, metavar="F", help="write the batch script to F, and run nothing")
-    add("--nodes", type=int, metavar="N", help="machines (1)")
-    add("--gpus-per-node", metavar="[TYPE:]N", help="GPUs of each, such as 4 or v100:4")
-    add("--time", metavar="T", help="time limit, such as 08:00:00")
-    add("--job-name", metavar="X", help="default: the script's name")
-    add("--cpus-per-task", type=int, metavar="N", help="CPU cores of each machine")
-    add("--mem", metavar="M", help="memory of each machine, such as 64G")
-    add("--mem-per-cpu", metavar="M", help="or memory for each of its CPU cores, such as 4G")
-    add("--partition", metavar="X", help="where to queue")
-    add("--account", metavar="X", help="who pays")
-    add("--output", metavar="F", help="file of what is printed (%%x-%%j.out: the job's name and number)")
-    add("--error", metavar="F", help="file of the error messages alone (default: they go to --output)")
-    other = "any other option of sbatch, such as --exclusive; repeatable"
-    add("--sbatch", type=str.strip, action="append", metavar='"..."', help=other)  # see protect_sbatch_values
-    add = parser.add_argument_group(
-        "the environment of a SLURM job",
-        "with --write-sbatch; all are repeatable. Modules and commands run in the order in which\n"
-        "they are given, once, on the first machine; if one fails, the job ends. Then the variables\n"
-        "are set. Modules that are loaded in the shell which submits the job stay loaded, unless\n"
-        '--setup "module purge" unloads them.',
-    ).add_argument
-    module, setup = "load a module, such as cuda/12.4", 'such as "source ~/venv/bin/activate" or "conda activate x"'
-    add("--module", dest="setup", type=module_line, action="append", metavar="NAME", help=module)
-    add("--setup", action="append", metavar='"..."', help=f"run a shell command, {setup}")
-    add("--env", action="append", metavar="NAME=VALUE", help="set a variable of the training to exactly this value")
+    add_job_options(parser)
     return parser
 
 
-def module_line(name: str) -> str:
-    """Return the shell command that loads a module."""
-    if not re.fullmatch(r"[\w./][\w./+:@=~-]*", name, re.ASCII):
-        raise argparse.ArgumentTypeError(f"{name!r}: give the name of one module, such as cuda/12.4")
-    return f"module load {name}"
+JOB_OPTIONS = {
+    "--nodes": ("N", "machines (1)"),
+    "--gpus-per-node": ("[TYPE:]N", "GPUs of each, such as 4; for slurm also v100:4, for skypilot H100:8"),
+    "--time": ("T", "time limit, such as 08:00:00 (slurm, kubeflow, sagemaker)"),
+    "--job-name": ("X", "default: the script's name"),
+    "--image": ("X", "the container's image (kubeflow, skypilot, sagemaker)"),
+    "--instance-type": ("X", "the kind of machine, such as ml.p4d.24xlarge (sagemaker)"),
+    "--partition": ("X", "where to queue (this and all that follow: slurm)"),
+    "--account": ("X", "who pays"),
+    "--cpus-per-task": ("N", "CPU cores of each machine"),
+    "--mem": ("M", "memory of each machine, such as 64G"),
+    "--mem-per-cpu": ("M", "or memory for each of its CPU cores, such as 4G"),
+    "--output": ("F", "file of what is printed (%%x-%%j.out: the job's name and number)"),
+    "--error": ("F", "file of the error messages alone (default: they go to --output)"),
+}
 
 
-SBATCH = ("nodes", "gpus_per_node", "time", "job_name", "cpus_per_task", "mem", "mem_per_cpu", "partition", "account",
-          "output", "error", "sbatch", "setup", "env")  # fmt: skip
+def add_job_options(parser: Parser) -> None:
+    """Add the options that write a job file."""
+    writes = "write a file that has a scheduler run this command, and again where it continues; run nothing"
+    add = parser.add_argument_group("a job file", writes).add_argument
+    add("--write-job", choices=jobs.KINDS, help="for which scheduler")
+    add("--job-file", metavar="F", help="the file (default: named after script and scheduler); - prints it")
+    add("--write-sbatch", metavar="F", help="the same as --write-job slurm --job-file F")
+    setup = 'such as "source ~/venv/bin/activate" or "conda activate x"'
+    add("--setup", action="append", metavar='"..."', help=f"first run a shell command, {setup}; repeatable")
+    module = "load a module, such as cuda/12.4, in its order among the --setup commands; repeatable"
+    add("--module", dest="setup", type="module load {}".format, action="append", metavar="NAME", help=module)
+    add("--env", action="append", metavar="NAME=VALUE", help="set a variable to exactly this value; repeatable")
+    for option, (metavar, meaning) in JOB_OPTIONS.items():
+        add(option, metavar=metavar, help=meaning)
+    other = "any other option of sbatch, such as --exclusive; repeatable"
+    add("--sbatch", type=str.strip, action="append", metavar='"..."', help=other)  # see protect_sbatch_values
 
 
 def parse(argv: Sequence[str] | None, prog: str = "learnerkit.launch") -> Plan | int:
@@ -221,19 +220,21 @@ def parse(argv: Sequence[str] | None, prog: str = "learnerkit.launch") -> Plan |
     """
     parser = make_parser(prog)
     words = list(sys.argv[1:] if argv is None else argv)
-    options = parser.parse_args(protect_sbatch_values(words))
-    own = words[len(words) - len(options.command) :]
+    protected = protect_sbatch_values(words)
+    options = parser.parse_args(protected)
+    count = len(words) - len(options.command)
+    own = words[count:]
     try:
         command = choose_command(options.as_module, own) if own or not options.check else []
         command = DOCTOR if options.check else command
         check_numbers(options)
         if options.check and options.report:
             raise ValueError("--check does not go with --report, which runs the script; leave one of them out")
-        if options.write_sbatch is not None:
-            return write_sbatch(options, command)
-        if unused := [name for name in SBATCH if getattr(options, name) is not None]:
+        if options.write_job or options.write_sbatch:
+            return write_job(options, command, protected[:count])
+        if unused := [name for name in ("job_file", *jobs.USES) if getattr(options, name) is not None]:
             name = "module or --setup" if unused[0] == "setup" else unused[0].replace("_", "-")
-            raise ValueError(f"--{name} goes with --write-sbatch, which writes a batch script")
+            raise ValueError(f"--{name} goes with --write-job, which writes a job file")
         nodes, place = choose_nodes(options, os.environ)
         nproc, gpus = choose_processes(options.nproc, options.gpus, os.environ, place)
         port = 0 if nodes else free_port(options.master_port or 0)
@@ -359,44 +360,38 @@ def node_counts(text: str | None) -> tuple[int, int]:
     return int(least), int(most or least)
 
 
-def write_sbatch(options: argparse.Namespace, command: list[str]) -> int:
-    """Write the batch script, say what to do with it, and return the exit code."""
-    settings = {name: getattr(options, name) for name in SBATCH}
-    settings["nodes"] = 1 if settings["nodes"] is None else settings["nodes"]
-    name = command[1] if command[0] == "-m" else Path(command[0]).stem
-    settings["job_name"] = settings["job_name"] or re.sub(r"[^\w.+-]", "_", name, flags=re.ASCII)
-    text = slurm.batch_script(command, **settings, launcher_options=launcher_options(options))
-    path: Path = options.write_sbatch
+def write_job(options: argparse.Namespace, command: list[str], words: list[str]) -> int:
+    """Write a job file, say what to do with it, and return the exit code.
+
+    Args:
+        options: the values of all options.
+        command: the script or module, with its arguments.
+        words: the command line before the script; the options in it that write no job file go into the job.
+    """
+    if options.write_job and options.write_sbatch:
+        raise ValueError("--write-sbatch F is --write-job slurm --job-file F; leave one of them out")
+    kind = options.write_job or "slurm"
+    ending, instruction = jobs.KINDS[kind]
+    values = {name: getattr(options, name) for name in jobs.USES}
+    values["job_name"] = values["job_name"] or jobs.default_name(kind, command)
+    add_job_options(parser := Parser(add_help=False, allow_abbrev=False))
+    launcher = [word for word in parser.parse_known_args(words)[1] if word not in ("-m", "--")]
+    grace = supervise.LONG_GRACE_SECONDS if options.grace is None else options.grace
+    text = jobs.job_text(kind, command, values, launcher, nproc=options.nproc, grace=grace)
+    file = options.write_sbatch or options.job_file or f"{jobs.script_name(command)}.{ending}"
+    if file == "-":
+        print(text, end="")
+        return 0
+    path = Path(file)
     try:
         if path.exists() and path.read_bytes() != text.encode():  # somebody may have edited it
-            raise ValueError(
-                f"--write-sbatch {path}: the file is there, with other content; remove it, or give the name of another "
-                "one"
-            )
+            raise ValueError(f"{path}: the file is there, with other content; remove it, or give another --job-file")
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ValueError(f"--write-sbatch {path}: {error.strerror}") from error
-    file = escaped_line(str(path))
-    print(f"wrote {file}; submit it with: sbatch {file}")
-    if options.gpus_per_node is None:
-        print("without --gpus-per-node the job asks for no GPUs, unless an option of --sbatch does")
-    if options.time is None:
-        print("without --time the job has the time limit of the cluster or of the partition")
-    for folder in {Path(file).parent: None for file in (options.output, options.error) if file}:
-        if "%" not in str(folder) and not folder.is_dir():
-            name = escaped_line(str(folder))
-            print(f"first make the folder {name}: SLURM does not, and without it the job fails and says nothing")
+        raise ValueError(f"{path}: {error.strerror}") from error
+    name = shlex.quote(escaped_line(file))
+    print(f"wrote {name}; {instruction.format(name)}", *jobs.remarks(kind, values), sep="\n")
     return 0
-
-
-def launcher_options(options: argparse.Namespace) -> list[str]:
-    """Return the options of the launcher that a batch script needs, too."""
-    words, default = ["-u"] if options.unbuffered else [], make_parser().get_default
-    for name in ("nproc", "gpus", "max_restarts", "timeout", "grace", "log_dir", "tee", "check", "report"):
-        value = getattr(options, name)
-        if value != default(name):  # a grace of 0 is one, too
-            words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
-    return words
 
 
 # GPUs, found without torch

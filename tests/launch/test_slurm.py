@@ -19,7 +19,7 @@ import pytest
 
 from learnerkit.clusters.slurm import advice, current_task, expand_nodes
 from learnerkit.launch import cli
-from learnerkit.launch.slurm import batch_script
+from learnerkit.launch.jobs import job_text
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "scripts" / "slurm_task.py"
@@ -222,7 +222,11 @@ def test_environments_that_cannot_be_right_are_refused(environ, message):
 
 # Batch scripts
 
-USUAL = {"nodes": 2, "gpus_per_node": 4, "time": "08:00:00", "job_name": "train"}
+USUAL = {"nodes": 2, "gpus_per_node": "4", "time": "08:00:00"}
+
+
+def batch_script(command, launcher=(), **options):
+    return job_text("slurm", command, {"job_name": "train"} | options, launcher)
 
 
 def directives(script):
@@ -230,13 +234,12 @@ def directives(script):
 
 
 def test_the_script_has_a_directive_for_each_option():
-    least = batch_script(["train.py"], nodes=1, gpus_per_node=None, time=None, job_name="train")
+    least = batch_script(["train.py"])
     assert directives(least) == [
-        "job-name=train", "nodes=1", "ntasks-per-node=1", "signal=B:USR1@120", "requeue", "open-mode=append",
-        "output=%x-%j.out",
+        "ntasks-per-node=1", "job-name=train", "nodes=1", "output=%x-%j.out", "signal=B:USR1@120", "requeue",
+        "open-mode=append",
     ]  # fmt: skip
-    assert "CPUS_PER_TASK" not in least
-    more = batch_script(["train.py"], **USUAL, cpus_per_task=8, mem="64G", partition="a,b", account="me@lab")
+    more = batch_script(["train.py"], **USUAL, cpus_per_task="8", mem="64G", partition="a,b", account="me@lab")
     assert set(directives(more)) - set(directives(least)) == {
         "nodes=2", "gpus-per-node=4", "time=08:00:00", "cpus-per-task=8", "mem=64G", "partition=a,b", "account=me@lab",
     }  # fmt: skip
@@ -259,41 +262,15 @@ def test_limits_of_time_stand_in_the_script(time):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        *[({"time": bad}, "--time .*: give minutes") for bad in ("", "8h", "1:2:3:4", "1-2-3", "-5", " 30", "1-", "٣")],
-        *[({"time": bad}, "--time .*: give 5 minutes or more, 120 s") for bad in ("0", "4", "4:59", "00:04:59", "0-0")],
-        ({"nodes": 0}, "--nodes 0: give a number"),
+        *[({"time": bad}, "--time .*: give minutes") for bad in ("8h", "1:2:3:4", "1-2-3", "1-", "x-1", "::")],
+        *[({"time": bad}, "--time .*: give 5 minutes or more") for bad in ("0", "4", "4:59", "00:04:59", "0-0")],
         *[
-            (
-                {"gpus_per_node": bad},
-                f"--gpus-per-node {bad}: give a number, 1 or more, or a type with it, as in v100:4",
-            )
-            for bad in (0, "", "-1", "v100", "v100:", ":4", "v100:0", "v100:4,a100:2", "a b:1", "4\n", "v100:٣")
-        ],
-        ({"cpus_per_task": -1}, "--cpus-per-task -1: give a number"),
-        ({"mem": "lots"}, "--mem 'lots': give a size"),
-        ({"mem_per_cpu": "4 GB"}, "--mem-per-cpu '4 GB': give a size"),
-        ({"mem": "64G", "mem_per_cpu": "4G"}, "--mem does not go with --mem-per-cpu"),
-        *[
-            ({name: bad}, f"--{name} {re.escape(repr(bad))}: give a file")
-            for name in ("output", "error")
+            ({name: bad}, f"--{name} {re.escape(repr(bad))}: give a text without line breaks")
+            for name in ("output", "error", "partition")
             for bad in ("", " ", "a\n#SBATCH --nodes=99", "a\x00b")
         ],
-        *[
-            ({"sbatch": [bad]}, f"--sbatch {re.escape(repr(bad))}: give one option of sbatch, such as --exclusive")
-            for bad in (
-                "",
-                "--",
-                "-",
-                "a\n#SBATCH --nodes=9",
-                "--exclusive --nice=3",
-                "--comment=two words",
-                "--comment='x",
-                "C a100",
-                "--exclusive\t",
-                "; rm",
-                "--a --b",
-            )
-        ],
+        ({"sbatch": ["a\n#SBATCH --nodes=9"]}, "--sbatch .*: give a text without line breaks"),
+        ({"job_name": "a\n#SBATCH --nodes=99"}, "--job_name|--job-name .*: give a text without line breaks"),
         *[
             ({"sbatch": [bad]}, f"--sbatch {bad!r}: leave --{name} out, the script relies on its own --{relied}")
             for bad, name, relied in (
@@ -303,51 +280,28 @@ def test_limits_of_time_stand_in_the_script(time):
                 ("no-requeue", "no-requeue", "requeue"),
                 ("--open-mode=truncate", "open-mode", "open-mode=append"),
                 ("-n 4", "ntasks", "ntasks-per-node=1"),
+                ("-n4", "ntasks", "ntasks-per-node=1"),
+                ("--exclusive --signal=TERM", "signal", "signal=B:USR1@120"),
                 ("--ntasks=4", "ntasks", "ntasks-per-node=1"),
                 ("--ntasks-per-node=4", "ntasks-per-node", "ntasks-per"),
             )
         ],
         *[
-            ({"sbatch": [bad]}, f"--sbatch {bad!r}: give --{name} by itself, without --sbatch")
-            for bad, name in (
-                ("--time=1", "time"),
-                ("-t 1", "time"),
-                ("nodes=2", "nodes"),
-                ("-N2", "nodes"),
-                ("mem 4G", "mem"),
-                ("--mem-per=4G", "mem-per-cpu"),
-                ("-J x", "job-name"),
-                ("--part=gpu", "partition"),
-                ("-o x", "output"),
-                ("error=x", "error"),
-                ("gpus-per-node=2", "gpus-per-node"),
-                ("-c4", "cpus-per-task"),
-                ("-A x", "account"),
-            )
-        ],
-        *[
             ({"env": [bad]}, f"--env {re.escape(repr(bad))}: give NAME=VALUE")
-            for bad in ("", "A", "=1", "1A=1", "A-B=1", "A B=1", "A =1", "É=1", "A;x=1", "A=1\nB=2", "A=\x1b")
+            for bad in ("A", "=1", "1A=1", "A-B=1", "A B=1", "A =1", "É=1", "A;x=1")
         ],
+        *[({"env": [bad]}, "--env .*: give a text without line breaks") for bad in ("", "A=1\nB=2", "A=\x1b")],
+        *[({"setup": [bad]}, "--setup .*: give a text") for bad in ("", " ", "true\nfalse", "a\tb")],
         *[
-            ({"setup": [bad]}, f"--setup {re.escape(repr(bad))}: give a shell command")
-            for bad in ("", " ", "true\nfalse", "a\tb")
-        ],
-        *[
-            ({"setup": [bad]}, f"--setup {re.escape(repr(bad))}: give a shell command.*{why}")
+            ({"setup": [bad]}, f"--setup: give whole shell commands; bash says .*{why}")
             for bad, why in (
                 ("echo 'a", "matching `''"),
                 ("if true; then", "end of file"),
-                ("true \\", "nothing follows"),
+                ("true \\", "near unexpected token `exit'"),
                 ("cat <<E", "here-document"),
-                ("a )", "syntax error"),
+                ("a )", "near unexpected token"),
             )
         ],
-        ({"job_name": "a\n#SBATCH --nodes=99"}, "--job-name"),
-        ({"job_name": "a b"}, "--job-name 'a b': give a name"),
-        ({"job_name": "../up"}, "--job-name"),
-        ({"partition": ""}, "--partition"),
-        ({"account": "-x"}, "--account"),
     ],
 )
 def test_bad_values_of_script_options_are_refused(values, message):
@@ -360,11 +314,9 @@ def test_bad_values_of_script_options_are_refused(values, message):
     [
         ("--exclusive", "exclusive"),
         ("exclusive", "exclusive"),
-        (" --exclusive ", "exclusive"),
-        ("--constraint=a100|h100", "constraint='a100|h100'"),
+        ("--constraint=a100|h100", "constraint=a100|h100"),
         ("--comment='run #3'", "comment='run #3'"),
-        ('comment="it\'s"', "comment='it'\"'\"'s'"),
-        ("nodelist gpu[01-02]", "nodelist 'gpu[01-02]'"),
+        ("nodelist gpu[01-02]", "nodelist gpu[01-02]"),
         ("--mail-type=FAIL,END", "mail-type=FAIL,END"),
         ("--gpus=8", "gpus=8"),
         ("mem-bind=local", "mem-bind=local"),
@@ -376,8 +328,8 @@ def test_other_options_of_sbatch_stand_in_the_script(given, written):
 
 
 def test_options_of_one_letter_stand_in_the_script():
-    script = batch_script(["train.py"], **USUAL, sbatch=["-C a100", "-x gpu01", "-H"])
-    assert "#SBATCH -C a100\n#SBATCH -x gpu01\n#SBATCH -H\n" in script
+    script = batch_script(["train.py"], **USUAL, sbatch=["-C a100", "-x gpu01", "-H", "-s"])
+    assert "#SBATCH -C a100\n#SBATCH -x gpu01\n#SBATCH -H\n#SBATCH -s\n" in script
 
 
 SRUN_STANDIN = """\
@@ -469,10 +421,9 @@ def test_a_cluster_that_does_not_requeue(run_job):
 
 
 def test_arguments_arrive_as_they_were_given(run_job):
-    own = ["-m", "pkg.mod", "a b", "$HOME", "it's", '"', "x;y", "*", "", "two\nlines", "{braces}", "\\", "é"]
-    options = {"cpus_per_task": 8, "launcher_options": ["--log-dir", "my logs"], "python": "/opt/my env/bin/python"}
-    _, told = run_job(batch_script(own, **USUAL, **options))
-    launcher = ["/opt/my env/bin/python", "-m", "learnerkit.launch", "--log-dir", "my logs"]
+    own = ["-m", "pkg.mod", "a b", "$HOME", "it's", '"', "x;y", "*", "", "two\nlines", "<<nodes>>", "\\", "é"]
+    _, told = run_job(batch_script(own, ["--log-dir", "my logs"], **USUAL))
+    launcher = ["python", "-m", "learnerkit.launch", "--log-dir", "my logs"]
     assert told["srun"].split("\0")[:-1] == ["8", "--kill-on-bad-exit=1", "--export=ALL", *launcher, *own]
 
 
@@ -490,9 +441,6 @@ def test_the_environment_is_made_before_the_training(run_job, tmp_path):
     assert (code, told["printed"]) == (0, "")
     assert told["environment"]["FROM_FILE"] == "use here\nload gcc/12"
     assert values.items() <= told["environment"].items()
-    for part, other in ({"env": ["A=1"]}, "end_if_failed"), ({"setup": ["true"]}, "# Variables of the training."):
-        assert other in script
-        assert other not in batch_script(["train.py"], **USUAL, **part)
     assert not re.search("type module|conda shell", batch_script(["train.py"], **USUAL, setup=["true"]))
 
 
@@ -513,9 +461,6 @@ def test_a_command_that_fails_ends_the_job(run_job, command, code):
     ended, told = run_job(script, **MODULE)
     assert (ended, told["srun"]) == (code, "")
     assert not Path("later").exists()
-    if not command.startswith("set"):
-        line = script.split("\n").index(command) + 1
-        assert f"line {line} of the batch script failed with exit code {code}: the job ends\n" in told["printed"]
 
 
 def test_what_commands_set_does_not_keep_the_job_from_coming_back(run_job):
@@ -527,12 +472,12 @@ def test_what_commands_set_does_not_keep_the_job_from_coming_back(run_job):
 def test_a_shell_that_does_not_know_modules_reads_the_profile(run_job, tmp_path):
     (tmp_path / "profile").write_text(f"module() {MODULE['BASH_FUNC_module%%'][3:]}\nPATH=/usr/bin:/bin\n")
     script = batch_script(["train.py"], **USUAL, setup=["true", "module load a/1", "module load b"])
-    assert script.count(". /etc/profile\n") == 1
-    ended, told = run_job(script.replace(". /etc/profile\n", ". ./profile\n"))
+    assert script.count(". /etc/profile;") == 1
+    ended, told = run_job(script.replace(". /etc/profile;", ". ./profile;"))
     assert (ended, read(tmp_path / "modules")) == (0, "load a/1\nload b\n")
     assert told["environment"]["PATH"].startswith(f"{tmp_path}/bin:")  # such as that of an active venv
     (tmp_path / "begun").unlink()
-    ended, told = run_job(script.replace(". /etc/profile\n", ". ./nowhere\n"))
+    ended, told = run_job(script.replace(". /etc/profile;", ". ./nowhere;"))
     assert ended == 127
     assert "module: command not found" in told["printed"]
 
@@ -777,9 +722,8 @@ exit 9
 def test_a_real_batch_script_is_requeued(cluster):
     (cluster.folder / "python").write_text(PYTHON_STANDIN)
     (cluster.folder / "python").chmod(0o755)
-    script = batch_script(
-        ["train.py", "a b"], nodes=2, gpus_per_node=None, time="5", job_name="try", cpus_per_task=3, python="./python"
-    )
+    cluster.env["PATH"] = f"{cluster.folder}:{DAEMONS_PATH}"
+    script = batch_script(["train.py", "a b"], nodes=2, time="5", job_name="try", cpus_per_task="3")
     (cluster.folder / "job.sh").write_text(script)
     job = cluster("sbatch", "--parsable", "job.sh").strip()
     output = cluster.folder / f"try-{job}.out"
@@ -797,7 +741,7 @@ def test_a_real_job_has_the_environment_on_all_nodes(cluster):
     program.write_text('#!/bin/bash\necho "$SLURMD_NODENAME: $GREETING in $PLACE"; echo "$*" >&2\n')
     program.chmod(0o755)
     (cluster.folder / "activate").write_text(f'export PATH="{program.parent}:$PATH" PLACE=unknown\n')
-    options = {"nodes": 2, "gpus_per_node": None, "time": "5", "job_name": "try", "sbatch": ["--export=NONE"]}
+    options = {"nodes": 2, "time": "5", "job_name": "try", "sbatch": ["--export=NONE"]}
     files = {"output": "my logs/%x-%j.out", "error": "my logs/%x-%j.err"}
     more = {"mem_per_cpu": "1M", "setup": ["source ./activate"], "env": ["GREETING=it's $HOME", "PLACE=a  b"]}
     (cluster.folder / "my logs").mkdir()
@@ -814,7 +758,6 @@ def test_a_real_job_has_the_environment_on_all_nodes(cluster):
     job = cluster("sbatch", "--parsable", "job.sh").strip()
     wait_until(lambda: "JobState=FAILED" in cluster("scontrol", "show", "job", job).split())
     assert read(cluster.folder / "my logs" / f"try-{job}.out") == ""
-    assert "of the batch script failed" in read(cluster.folder / "my logs" / f"try-{job}.err")
 
 
 @needs_slurm
