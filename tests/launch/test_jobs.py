@@ -3,20 +3,26 @@
 import ast
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
+import time
+import uuid
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
+from launching import environment
 
 from learnerkit.launch import cli, jobs
 from learnerkit.launch.jobs import KINDS, job_text
 from learnerkit.launch.supervise import LONG_GRACE_SECONDS
 
 ROOT = Path(__file__).parents[2]
-TRAIN = ROOT / "tests" / "scripts" / "job_train.py"
-LIMIT = 240  # seconds for one run
+TRAIN = [str(ROOT / "tests" / "scripts" / "checkpoint_run.py"), "--resume"]
+LIMIT = 240  # seconds for one run, on a busy machine
 
 IMAGE = {"image": "reg.example/me/train:1"}
 OPTIONS = {"slurm": {}, "kubeflow": IMAGE, "skypilot": {}, "sagemaker": IMAGE | {"instance_type": "ml.p4d.24xlarge"}}
@@ -249,3 +255,180 @@ def test_a_template_is_short_and_names_its_manual():
         assert "https://" in text
         assert len(text.splitlines()) <= 62
         assert max(map(len, text.splitlines())) <= 120
+
+
+# The training of each file, on two machines, under a stand-in that sets what the scheduler sets
+
+
+class Job:
+    """The processes that a stand-in for a scheduler starts, all in one folder."""
+
+    def __init__(self, folder, mark):
+        self.folder = folder
+        self.mark = mark
+        self.started = []
+        (folder / "bin").mkdir()
+        self.program("python", f'exec {sys.executable} "$@"')
+
+    def program(self, name, script):
+        """Put a program where the job finds it first."""
+        file = self.folder / "bin" / name
+        file.write_text(f"#!/bin/bash\n{script}\n")
+        file.chmod(0o755)
+
+    def start(self, command, fault="none:0:0", **variables):
+        """Start a process, whose ranks have the fault of checkpoint_run.py."""
+        env = environment() | {"PATH": f"{self.folder}/bin:{os.environ['PATH']}", "FAULT": fault} | variables
+        with (self.folder / f"printed-{len(self.started)}").open("w") as printed:
+            process = subprocess.Popen(command, cwd=self.folder, env=env | {"JOBS_TEST": self.mark},
+                                       start_new_session=True, stdout=printed, stderr=printed)  # fmt: skip
+        self.started.append(process)
+        return process
+
+    def ends(self, processes):
+        """Their exit codes."""
+        try:
+            return [process.wait(LIMIT) for process in processes]
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"this took too long:\n{self.printed()}")
+
+    def printed(self):
+        return "\n".join(self.folder.joinpath(f"printed-{i}").read_text() for i in range(len(self.started)))
+
+    def wait_for_ranks(self):
+        """Wait until both ranks stand where their fault has them wait for a signal; they do so once."""
+        files = [self.folder / f"waits-{rank}" for rank in (0, 1)]
+        deadline = time.monotonic() + LIMIT
+        while not all(file.exists() for file in files):
+            assert time.monotonic() < deadline, self.printed()
+            time.sleep(0.05)
+
+    def result(self):
+        """What a rank has written at the end of the training, the same on both but for the state of random numbers."""
+        return [json.loads((self.folder / f"end-{rank}").read_text()) for rank in (0, 1)]
+
+
+@pytest.fixture
+def job(tmp_path):
+    """A job, of which nothing is left at the end of the test."""
+    made = Job(tmp_path, uuid.uuid4().hex)
+    yield made
+    time.sleep(0.2)
+    left = [process for process in psutil.process_iter() if mark_of(process) == made.mark]
+    for process in left:
+        process.kill()
+    for process in made.started:
+        process.wait()
+    assert not left, left
+
+
+def mark_of(process):
+    try:
+        return process.environ().get("JOBS_TEST") if process.status() != psutil.STATUS_ZOMBIE else None
+    except psutil.Error:
+        return None
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """The result of the training on two ranks, without a scheduler."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    done = subprocess.run([sys.executable, "-m", "learnerkit.launch", "--nproc", "2", *TRAIN], cwd=folder,
+                          env=environment(), capture_output=True, text=True, timeout=LIMIT)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [json.loads((folder / f"end-{rank}").read_text()) for rank in (0, 1)]
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return str(listener.getsockname()[1])
+
+
+@pytest.mark.slow
+def test_pods_of_kubeflow_that_are_ended_or_fail_go_on(job, hosts, uninterrupted):
+    """Two pods, each with a network of its own, are ended by SIGTERM, start again, lose a rank, and start again."""
+    _, spec = read_kubeflow(text_of("kubeflow", TRAIN, nodes=2, env=["GREETING=$(HOME) $$"]))
+    trainer = spec["trainer"]
+    command = [*trainer["command"], *map(expanded, trainer["args"])]
+    env = {entry["name"]: expanded(entry["value"]) for entry in trainer["env"]}
+    assert env == {"GREETING": "$(HOME) $$"}
+    env |= {"PET_NNODES": str(trainer["numNodes"]), "PET_NPROC_PER_NODE": str(trainer["numProcPerNode"])}
+    env |= {"PET_MASTER_ADDR": hosts[0][1], "PET_MASTER_PORT": "29400"}
+
+    def pods(fault):
+        return [job.start([*prefix, *command], fault, **env, PET_NODE_RANK=str(node))
+                for node, (prefix, _) in enumerate(hosts[: trainer["numNodes"]])]  # fmt: skip
+
+    ended = pods("await:-1:13")
+    job.wait_for_ranks()
+    for pod in ended:  # as Kubernetes does, long before it kills
+        pod.send_signal(signal.SIGTERM)
+    assert job.ends(ended) == [143, 143], job.printed()
+    assert all(code > 0 for code in job.ends(pods("kill:1:25"))), job.printed()  # JobSet then makes both again
+    assert job.ends(pods("none:0:0")) == [0, 0], job.printed()
+    assert job.printed().count("resumed fit 0") == 2
+    assert job.result() == uninterrupted
+
+
+@pytest.mark.slow
+def test_machines_of_skypilot_train_together(job, hosts, uninterrupted):
+    task = yaml.safe_load(text_of("skypilot", TRAIN, nodes=2))
+    addresses = [address for _, address in hosts[: task["num_nodes"]]]
+    env = {"SKYPILOT_NODE_IPS": "\n".join(addresses), "SKYPILOT_NUM_NODES": str(task["num_nodes"]),
+           "SKYPILOT_NUM_GPUS_PER_NODE": "0", "SKYPILOT_TASK_ID": "sky-managed-1"}  # fmt: skip
+    machines = [job.start([*hosts[rank][0], "bash", "-c", task["run"]], **env, SKYPILOT_NODE_RANK=str(rank))
+                for rank in range(task["num_nodes"])]  # fmt: skip
+    assert job.ends(machines) == [0, 0], job.printed()
+    assert "SkyPilot says node 1 of 2" in job.printed()
+    assert job.result() == uninterrupted
+
+
+@pytest.mark.slow
+def test_machines_of_sagemaker_train_together(job, uninterrupted):
+    (job.folder / "train.sagemaker.py").write_text(text_of("sagemaker", TRAIN, nodes=2))
+    told = submitted(job.folder, "train.sagemaker.py")
+    names = ["localhost", "127.0.0.1"][: told["compute"]["instance_count"]]
+    env = {"SM_HOSTS": json.dumps(names), "SM_NUM_GPUS": "0", "SM_NETWORK_INTERFACE_NAME": "lo"}
+    env |= {"SM_MASTER_PORT": free_port()} | told["environment"]
+    command = ["bash", "-c", told["source_code"]["command"]]
+    assert job.ends([job.start(command, **env, SM_CURRENT_HOST=name) for name in names]) == [0, 0], job.printed()
+    assert "SageMaker says node 1 of 2" in job.printed()
+    assert job.result() == uninterrupted
+
+
+SRUN = """\
+shift 2  # the options of the batch script
+export SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_NODELIST='127.0.0.[1-2]'
+export SLURM_STEP_TASKS_PER_NODE='1(x2)' SLURM_TASKS_PER_NODE='1(x2)'
+for node in 0 1; do
+    SLURM_PROCID=$node SLURMD_NODENAME=127.0.0.$((node + 1)) "$@" & tasks="$tasks $!"
+done
+echo "$tasks" > tasks
+trap : URG
+for task in $tasks; do
+    while kill -0 "$task" 2>/dev/null; do wait "$task"; done
+    wait "$task" || code=$?
+done
+exit $code
+"""
+
+
+@pytest.mark.slow
+def test_a_batch_script_of_slurm_goes_on_after_its_time_limit(job, uninterrupted):
+    (job.folder / "job.sh").write_text(text_of("slurm", TRAIN, nodes=2, time="8:00:00"))
+    job.program("srun", SRUN)
+    job.program("scancel", "kill -URG $(cat tasks)")
+    job.program("scontrol", 'echo "$@" >> scontrol')
+    number = str(int(free_port()) % 10000)  # from which the launchers derive their port
+
+    def script(fault):
+        return job.start(["bash", "job.sh"], fault, SLURM_JOB_ID=number)
+
+    ended = script("await:-1:13")
+    job.wait_for_ranks()
+    ended.send_signal(signal.SIGUSR1)  # as sbatch --signal does, two minutes before the limit
+    assert job.ends([ended]) == [143], job.printed()
+    assert (job.folder / "scontrol").read_text() == f"requeue {number}\n"
+    assert job.ends([script("none:0:0")]) == [0], job.printed()
+    assert (job.folder / "scontrol").read_text().count("requeue") == 1
+    assert job.result() == uninterrupted
