@@ -710,6 +710,7 @@ def test_the_table_of_callback_orders_is_right():
 EXAMPLES = {
     "train_images": 480,
     "train_replay": 1_110,
+    "train_ray": 660,
     "train_text": 350,
     "train_tabular": 360,
     "train_transformer": 610,

@@ -482,7 +482,7 @@ class CheckpointCallback(StepCounter):
         if threading.current_thread() is not threading.main_thread():
             distributed.warn_once(
                 "CheckpointCallback: the fit does not run in the main thread, where alone Python sees signals: none "
-                "saves"
+                "saves. Choose `every` by how much may be lost, and give save_on_signal=False"
             )
             return
         self._request.heard = True

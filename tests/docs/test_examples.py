@@ -260,6 +260,20 @@ def test_sweep_fashion_searches_and_goes_on():
     assert weights["1.weight"].shape == (found.best.values["hidden"], 784)
 
 
+@pytest.mark.soak
+def test_train_ray_comes_to_the_numbers_of_the_launcher(short_path, monkeypatch):
+    pytest.importorskip("ray.train.torch")
+    for name, value in {"RAY_TMPDIR": short_path, "RAY_AUTH_MODE": "disabled"}.items():
+        monkeypatch.setenv(name, str(value))
+    command = [EXAMPLES / "train_ray.py", "--epochs", 1, "--workers"]
+    printed = run_script(*command, 2, way="python")
+    run_script(*command, 0, "--out", "launched", nproc=2)
+    weights = [torch.load(f"{out}/fashion.pth", weights_only=True) for out in ("models", "launched")]
+    assert all(torch.equal(*pair) for pair in zip(*(w.values() for w in weights), strict=True))
+    assert re.search(r"saved models/fashion.pth; accuracy 0\.7\d\d", printed)
+    assert len(re.findall(r" 0 +\d\.\d+ +\d\.\d+ ", printed)) == 1  # the row of the table
+
+
 def test_custom_callback_logs_and_stops(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["custom_callback.py", "--epochs", "12", "--patience", "1"])
     runpy.run_path(str(EXAMPLES / "custom_callback.py"), run_name="__main__")

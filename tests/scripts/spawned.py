@@ -1,8 +1,12 @@
-"""DDP in processes started by torch.multiprocessing.spawn, with a process group of the script's own."""
+"""DDP in processes started by torch.multiprocessing.spawn, with a process group of the script's own.
+
+The second training runs in a thread, as in a worker of Ray: one rank fails, and then both train on.
+"""
 
 import os
 import sys
 import tempfile
+import threading
 import warnings
 
 import torch
@@ -11,7 +15,7 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from learnerkit import DataLoaders, Learner, distributed
+from learnerkit import Callback, DataLoaders, Learner, distributed
 
 
 def make_learner() -> Learner:
@@ -20,6 +24,25 @@ def make_learner() -> Learner:
     data = TensorDataset(x, (x[:, 0] > 0).long())
     dls = DataLoaders.from_datasets(data, data, bs=4, device="cpu")
     return Learner(dls, nn.Linear(4, 2), nn.CrossEntropyLoss(), lr=0.05)
+
+
+def train_on(rank: int) -> None:
+    def fail(cb: Callback) -> None:
+        if rank == 1 and cb.train_iter == 2:
+            raise ValueError("the first cause")
+
+    learn = make_learner()
+    with learn.distrib_ctx(), learn.no_logging():
+        said = ""
+        try:
+            learn.fit(1, cbs=Callback(before_batch=fail))
+        except (ValueError, distributed.PeerError) as error:
+            said = str(error)
+        assert ("the first cause" if rank else "rank 1 failed in before_batch") in said
+        learn.fit(1)
+        preds, _ = learn.get_preds()
+    assert distributed.same_everywhere([p.tolist() for p in learn.model.parameters()])
+    assert len(preds) == 23
 
 
 def work(rank: int, n: int, file: str) -> None:
@@ -42,7 +65,11 @@ def work(rank: int, n: int, file: str) -> None:
         preds, _ = learn.get_preds()
     assert distributed.same_everywhere([p.tolist() for p in learn.model.parameters()])
     assert len(preds) == 23
-    if distributed.is_main():
+    done: list[None] = []
+    thread = threading.Thread(target=lambda: done.append(train_on(rank)))
+    thread.start()
+    thread.join()
+    if done and distributed.is_main():
         print("spawned well")
     dist.barrier()  # nobody leaves while another still reads
     dist.destroy_process_group()
