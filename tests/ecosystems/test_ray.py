@@ -13,11 +13,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # Ray starts a dozen
 
 def test_workers_of_ray_train_as_the_processes_of_the_launcher_do(short_path, monkeypatch):
     monkeypatch.setenv("HOME", str(short_path / "home"))
-    for name, value in {
+    settings = {
         "USAGE_STATS_ENABLED": 0,
-        "AUTH_MODE": "disabled",
+        "AUTH_MODE": "disabled",  # otherwise it writes a token to HOME
         "TRAIN_HEALTH_CHECK_INTERVAL_S": 0.2,
-    }.items():
+        "TRAIN_WORKER_GROUP_START_TIMEOUT_S": 600,  # a busy machine needs longer than 60 s
+    }
+    for name, value in settings.items():
         monkeypatch.setenv(f"RAY_{name}", str(value))
     folders = {way: short_path / way for way in ("home", "ray", "launcher", "python")}
     for folder in folders.values():
