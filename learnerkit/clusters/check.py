@@ -1,4 +1,4 @@
-"""What refuses a place that other variables, or the GPUs of the machine, contradict."""
+"""Refuse a place that other variables, or the GPUs of the machine, contradict."""
 
 from collections.abc import Mapping
 
@@ -59,7 +59,8 @@ def check_script(place: Place, environ: Mapping[str, str], gpus: int) -> None:
     if not place.is_rank and place.nodes > 1 and (per_node > 1 or place.least is not None):
         question = ": does WORLD_SIZE count ranks or nodes?" if _is_unsure(place) else ""
         raise ValueError(
-            f"{place}, so one process was started here, where {per_node} ranks belong (GPUs: {gpus}){question}; {settle}"
+            f"{place}, so one process was started here, where {per_node} ranks belong (GPUs: {gpus}){question}; "
+            f"{settle}"
         )
     _check_numbers(place, environ, per_node, settle)
 

@@ -314,7 +314,7 @@ def choose_nodes(
         return None, None
     if len(static) < 2:
         place = find_place(options, environ)
-        if place is not None and options.nnodes in (None, str(place.nodes)):
+        if place is not None:
             return nodes_of(place), place
         if options.nnodes is None and not static:
             return None, None
@@ -335,6 +335,8 @@ def find_place(options: argparse.Namespace, environ: Mapping[str, str]) -> clust
         return None
     if place.launched and place.nodes == 1:
         return None
+    if options.nnodes not in (None, str(place.nodes)):
+        raise ValueError(f"--nnodes {options.nnodes}, but {place}; give --node-rank and --master-addr, too")
     clusters.check_launcher(place, environ, len(gpu_names(environ)), options.nproc)
     node = place.node if options.node_rank is None else options.node_rank
     place = replace(place, node=node, address=address or place.address, port=port or place.port)

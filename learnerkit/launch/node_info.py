@@ -3,7 +3,6 @@
 import hashlib
 import platform
 import socket
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,8 @@ def node_info(node: int, address: str, nproc: int, attempt: int, command: list[s
 
 def versions() -> dict[str, str]:
     """Return the versions that must be the same on all nodes."""
+    from importlib.metadata import PackageNotFoundError, version  # A launcher that is alone does not need it.
+
     by_package = {"Python": ".".join(platform.python_version_tuple()[:2])}
     for package in ("torch", "learnerkit"):
         try:

@@ -14,7 +14,6 @@ import struct
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from learnerkit.processes.machine import LOOPBACK
@@ -82,6 +81,8 @@ def ping_is_known() -> bool:
 
 def torch_is_tested() -> bool:
     """Tell whether the installed torch is of a release that is known to answer the ping."""
+    from importlib.metadata import PackageNotFoundError, version  # A launcher that is alone does not need it.
+
     with suppress(PackageNotFoundError, ValueError):  # torch may run from its sources
         return tuple(map(int, version("torch").split(".")[:2])) <= TESTED
     return False

@@ -272,6 +272,68 @@ def test_slurm_says_how_machines_meet(no_gpu, monkeypatch):
     assert parse(["--nproc", "3", __file__]).job.nproc == 1  # one GPU for each
 
 
+KUBEFLOW = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "4", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "llama-0.llama"}
+SAGEMAKER = {
+    "SM_HOSTS": '["algo-1","algo-2"]', "SM_CURRENT_HOST": "algo-1", "SM_NUM_GPUS": "0",
+    "SM_NETWORK_INTERFACE_NAME": "eth0", "NCCL_SOCKET_IFNAME": "ib0",
+}  # fmt: skip
+LEPTON = {"LEPTON_JOB_NAME": "x", "LEPTON_JOB_TOTAL_WORKERS": "1", "LEPTON_JOB_FAILURE_COUNT": "2"}
+ELASTIC = {"PET_NNODES": "1:4", "PET_NPROC_PER_NODE": "2", "PET_RDZV_ENDPOINT": "w-0:7"}
+MPI = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "options", "nodes", "nproc", "said"),
+    [
+        (KUBEFLOW, [], Static(1, 2, "llama-0.llama", 29500), 4, "Kubeflow says node 1 of 2, with node 0 at llama-0."),
+        (KUBEFLOW, ["--nproc", "3"], Static(1, 2, "llama-0.llama", 29500), 3, "Kubeflow says node 1 of 2"),
+        (KUBEFLOW, ["--master-port", "7"], Static(1, 2, "llama-0.llama", 7), 4, "Kubeflow says node 1 of 2"),
+        (KUBEFLOW, ["--nnodes", "2", "--master-addr", "b"], Static(1, 2, "b", 29500), 4, "Kubeflow says node 1 of 2"),
+        (KUBEFLOW, ["--nnodes", "1"], None, 1, ""),
+        (KUBEFLOW, ["--nnodes=3", "--node-rank=2", "--master-addr=a"], Static(2, 3, "a", 29500), 1, ""),
+        (KUBEFLOW, ["--nnodes", "2", "--rdzv-endpoint", "b:8"], Elastic(2, 2, "b", 8), 1, ""),
+        (KUBEFLOW | {"PET_NNODES": "1"}, [], None, 4, "Kubeflow says one node (PET_NNODES)"),
+        (ELASTIC, [], Elastic(1, 4, "w-0", 7), 2, "Kubeflow says 1 to 4 nodes, which meet at w-0:7"),
+        (SAGEMAKER, [], Static(0, 2, "algo-1", 29500), 1, "SageMaker says node 0 of 2"),
+        (MPI, ["--master-addr", "n1"], Static(1, 2, "n1", 29500), 1, "MPI says node 1 of 2, with node 0 at n1:29500"),
+        (LEPTON, ["--max-restarts", "1"], None, 1, "Lepton says one node, attempt 3 ("),
+        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}, [], None, 1, ""),  # a launcher's only rank
+        ({}, [], None, 1, ""),
+    ],
+)
+def test_a_cluster_says_how_machines_meet_unless_options_do(no_gpu, monkeypatch, capsys, environ, options, nodes, nproc,
+                                                            said):  # fmt: skip
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    plan = parse([*options, __file__])
+    assert (plan.nodes, plan.job.nproc, plan.attempt) == (nodes, nproc, 2 if environ is LEPTON else 0)
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", bool(said))
+    assert err.startswith(f"learnerkit.launch: {said}" if said else "")
+    of_network = {"GLOO_SOCKET_IFNAME": "eth0", "TP_SOCKET_IFNAME": "eth0"}  # the user has chosen that of NCCL
+    assert plan.job.env == (of_network if environ is SAGEMAKER else {})
+
+
+@pytest.mark.parametrize(
+    ("environ", "options", "message"),
+    [
+        (KUBEFLOW, ["--nnodes", "3"], "--nnodes 3, but Kubeflow says node 1 of 2, with"),
+        (KUBEFLOW | {"RANK": "0", "WORLD_SIZE": "2"}, [], "but RANK=0 and WORLD_SIZE=2; give --nnodes, --node-rank"),
+        (MPI, [], "nothing says where rank 0 is; give it as --master-addr"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, [], "run the script itself here, or --nnodes 1 starts"),
+    ],
+)
+def test_a_contradiction_is_one_line_with_the_option_that_settles_it(
+    no_gpu, monkeypatch, capsys, environ, options, message
+):
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as ended:
+        parse([*options, __file__])
+    err = capsys.readouterr().err
+    assert (ended.value.code, err.count("\n"), message in err) == (2, 1, True), err
+
+
 def test_a_batch_script_gets_the_launchers_options(no_gpu, tmp_path, capsys):
     job = tmp_path / "job.sh"
     options = ["--nodes", "2", "--gpus-per-node", "4", "--time", "08:00:00", "--grace", "0"]

@@ -168,6 +168,16 @@ def test_node_0_reaches_its_store_though_its_name_stands_for_another_address(mon
     store.set("as", "ever")
 
 
+def test_a_name_that_resolves_late_is_waited_for(monkeypatch):
+    known = iter([False] * 40 + [True])
+    monkeypatch.setattr(rendezvous, "resolves", lambda host: host == LOOPBACK and next(known))
+    said = []
+    node, *_ = Rendezvous(Static(0, 1, LOOPBACK, free_port()), 60.0, said.append).join(0)
+    assert (node, said) == (0, [f"waiting for an address for the name {LOOPBACK!r} (3 s)"])
+    with pytest.raises(NodeError, match=r"^an address for the name 'algo-1' did not come within 0 s \(--timeout\)"):
+        Rendezvous(Static(0, 2, "algo-1", 1), 0.1, print).join(0)
+
+
 @pytest.mark.slow
 def test_a_node_that_comes_first_waits_for_node_0():
     said, topologies, port = [], {}, free_port()
