@@ -59,6 +59,7 @@ from learnerkit.files import (
     write_new,
 )
 from learnerkit.marks import collective
+from learnerkit.processes.event_file import EventFile, facts_of_launch
 from learnerkit.shards import gathered, is_shard
 from learnerkit.text import first_few, in_one_line, printable
 from learnerkit.utils import warn
@@ -391,6 +392,8 @@ class Storage:
         sync_directory(self.path)
         with replacing(self.path / _LATEST) as pointer:
             write_new(pointer, [f"{path.name}\n".encode()])
+        place = {name: info.get(name) for name in ("fit", "epoch", "step")}
+        EventFile(warn, **facts_of_launch()).write("saved", path=str(path), **place)
         self._damaged.discard(path.name)
         try:
             self._remove_old()

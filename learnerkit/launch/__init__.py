@@ -8,5 +8,5 @@ It imports the standard library only, and torch just to find other machines. The
   them (addresses.py), and node_info.py checks that they match.
 - supervise.py starts, watches and stops the ranks of this machine, and environment.py sets their variables. The program
   of each rank is processes/rank_main.py.
-- report.py says in words which rank failed first.
+- report.py says in words which rank failed first. events.py writes for other programs what happens.
 """

@@ -16,11 +16,13 @@ from learnerkit import clusters
 from learnerkit.clusters.place import PORT
 from learnerkit.launch import jobs, supervise
 from learnerkit.launch.addresses import NodeError, parse_endpoint
+from learnerkit.launch.events import LaunchEvents
 from learnerkit.launch.gpus import choose_gpus, gpu_names
 from learnerkit.launch.nodes import begin_alone, begin_with_others
 from learnerkit.launch.rendezvous import Elastic, Rendezvous, Static
-from learnerkit.launch.report import say
+from learnerkit.launch.report import Outcome, say
 from learnerkit.launch.supervise import Attempt, Interrupted, Job
+from learnerkit.processes.event_file import check_file
 from learnerkit.processes.machine import LOOPBACK
 from learnerkit.text import did_you_mean, escaped_line, printable, signal_name
 
@@ -50,6 +52,12 @@ def main(argv: Sequence[str] | None = None, prog: str = "learnerkit.launch") -> 
 
 
 def run(plan: Plan) -> int:
+    """Run attempts until one succeeds, or none is left, and return the exit code; write this for other programs."""
+    events = LaunchEvents(plan.job.events, plan.job.heartbeat)
+    return events.ended(run_attempts(plan, events))
+
+
+def run_attempts(plan: Plan, events: LaunchEvents) -> int:
     """Run attempts until one succeeds, or none is left, and return the exit code."""
     job = plan.job
     restarts = plan.restarts + plan.attempt
@@ -65,12 +73,15 @@ def run(plan: Plan) -> int:
     with supervise.received_signals() as signals:
         try:
             while True:
-                attempt = supervise.wait_interruptibly(begin, signals)
+                attempt = supervise.wait_interruptibly(begin, events.hearing(signals))
+                attempt.events = events
+                events.started(attempt.topology, job.command)
                 number = attempt.topology.attempt  # another node may be further
                 if number:
                     say(f"attempt {number + 1} of {restarts + 1}")
                 outcome = supervise.run_attempt(job, attempt, signals)
                 attempt.stop()
+                events.outcome(outcome)
                 if outcome.kind == "joined":
                     say(outcome.text)
                     continue
@@ -85,6 +96,7 @@ def run(plan: Plan) -> int:
             return 128 + interrupted.signum
         except NodeError as error:
             say(str(error))
+            events.outcome(Outcome("failed", text=str(error)))
             return 1
         finally:
             if attempt is not None:
@@ -161,6 +173,8 @@ def make_parser(prog: str = "learnerkit.launch") -> Parser:
     add("--grace", type=float, metavar="S", help=f"seconds to stop in before being killed (default: {grace})")
     add("--log-dir", type=Path, metavar="D", help="write output and whole tracebacks to D/attempt-0/rank-0.log ...")
     add("--tee", action="store_true", help="show the output line by line with the number of its rank, logged or not")
+    add("--events", metavar="F", help="append a JSON line to F for each state of the run, for other programs")
+    add("--heartbeat", metavar="F", help="set the time of F to that of the last movement, for liveness probes")
     add("--check", action="store_true", help="run the preflight check in place of the script")
     add("--report", action="store_true", help="print a scaling report in place of the script's first fit, and end")
     add("-u", dest="unbuffered", action="store_true", help="do not buffer the output of the processes")
@@ -238,11 +252,13 @@ def parse(argv: Sequence[str] | None, prog: str = "learnerkit.launch") -> Plan |
         nodes, place = choose_nodes(options, os.environ)
         nproc, gpus = choose_processes(options.nproc, options.gpus, os.environ, place)
         port = 0 if nodes else free_port(options.master_port or 0)
+        events = options.events and check_file("--events", options.events)
+        heartbeat = options.heartbeat and check_file("--heartbeat", options.heartbeat)
     except ValueError as error:
         parser.error(str(error))
     job = Job(
         command, nproc, gpus, options.grace, options.unbuffered, options.timeout, options.log_dir, options.tee,
-        explains_failure=options.check, reports=options.report,
+        explains_failure=options.check, reports=options.report, events=events, heartbeat=heartbeat,
         env={name: value for name, value in place.network().items() if name not in os.environ} if place else {},
     )  # fmt: skip
     # A script that reads no arguments would say nothing, and run on another number of processes than was meant.

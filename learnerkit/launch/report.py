@@ -26,12 +26,16 @@ class Outcome:
         node: the first node on which it ended.
         code: the exit code of the failure.
         text: what to tell the user.
+        rank, cause, place: which rank failed, why, and in which place of the run; `None` or empty if that is not known.
     """
 
     kind: str
     node: int = 0
     code: int = 1
     text: str = ""
+    rank: int | None = None
+    cause: str = ""
+    place: str = ""
 
 
 @dataclass
@@ -54,8 +58,10 @@ class Rank:
 def failure(rank: Rank, topology: Topology) -> Outcome:
     """Return the outcome of an attempt that this rank's failure ends, in words for the other nodes."""
     error, code = rank.report.error, rank.code or 0
-    text = f"rank {rank.number} {how_it_ended(rank)}" + (f": {error}" if error else "")
-    return Outcome("failed", topology.node, code if code >= 0 else 128 - code, text)
+    how = how_it_ended(rank)
+    text = f"rank {rank.number} {how}" + (f": {error}" if error else "")
+    cause = error or how.rstrip(",")
+    return Outcome("failed", topology.node, code if code >= 0 else 128 - code, text, rank.number, cause, rank.location)
 
 
 def log_errors(ranks: list[Rank]) -> None:

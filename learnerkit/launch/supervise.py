@@ -18,6 +18,7 @@ from typing import IO, Any, TypeVar
 
 from learnerkit.endings import ExceptionReport, where
 from learnerkit.launch.environment import Topology, rank_environment
+from learnerkit.launch.events import OTHER_SIGNALS, LaunchEvents, SignalQueue
 from learnerkit.launch.report import (
     Outcome,
     Rank,
@@ -47,9 +48,6 @@ LONG_GRACE_SECONDS = 30.0  # after SIGTERM and the like, which a script may answ
 KILL_SECONDS = 5.0  # the time for the kernel to remove the processes that were killed
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-OTHER_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)  # passed on, and nothing more
-
-SignalQueue = Callable[[float], Sequence[int]]  # see received_signals
 
 
 class Interrupted(Exception):
@@ -78,6 +76,7 @@ class Job:
         quiet: print nothing about the run; its outcome says how it has ended.
         env: variables for the ranks, beside those of this process.
         folder: where the ranks run; `None`: here.
+        events, heartbeat: the absolute paths of the files that tell other programs of the run; see `LaunchEvents`.
     """
 
     command: list[str]
@@ -93,6 +92,8 @@ class Job:
     quiet: bool = False
     env: Mapping[str, str] = field(default_factory=dict)
     folder: Path | None = None
+    events: str | None = None
+    heartbeat: str | None = None
 
 
 class Attempt:
@@ -107,12 +108,14 @@ class Attempt:
     Attributes:
         ended_elsewhere: what has ended the attempt on another node, if anything has.
         may_have_lost_a_node: a node has given no sign of life for a while, but not for long enough to count as lost.
+        events: where the launcher writes what happens, for other programs.
     """
 
     def __init__(self, topology: Topology, listener: socket.socket | None) -> None:
         self.topology, self.listener = topology, listener
         self.ended_elsewhere: Outcome | None = None
         self.may_have_lost_a_node = False
+        self.events = LaunchEvents()
 
     def close_listener(self) -> None:
         """Close the socket, once rank 0 has it."""
@@ -135,6 +138,7 @@ def run_attempt(job: Job, attempt: Attempt, signals: SignalQueue) -> Outcome:
     """Run the job once, and return how it has ended for all nodes; no process of it is left on this one."""
     began, topology = time.monotonic(), attempt.topology
     ranks: list[Rank] = []
+    signals = attempt.events.hearing(signals, ranks)
     with Output(job.log_dir, topology, job.tee, job.quiet) as output, ExitStack() as guard:
         try:
             start(job, attempt, output, ranks)
@@ -148,6 +152,8 @@ def run_attempt(job: Job, attempt: Attempt, signals: SignalQueue) -> Outcome:
     log_errors(ranks)
     if reason is None:  # A single rank may have got a signal, and told the others.
         reason = next(filter(None, map(stopped_by, ranks)), None)
+        if reason is not None:
+            attempt.events.signal(reason)
         if reason is not None and not job.quiet:
             say(f"a rank got {signal_name(reason)}, and all have stopped")
     if reason is None:
@@ -224,7 +230,10 @@ def start(job: Job, attempt: Attempt, output: Output, ranks: list[Rank]) -> None
         heartbeat = Heartbeat.new()
         report_fd = report_file.fileno()
         store_fd = attempt.listener.fileno() if attempt.listener and number == 0 else None
-        setup = {"launcher": os.getpid(), "heartbeat": heartbeat.path, "report_fd": report_fd, "store_fd": store_fd}
+        setup = {
+            "launcher": os.getpid(), "heartbeat": heartbeat.path, "report_fd": report_fd, "store_fd": store_fd,
+            "events": attempt.events.for_ranks(),
+        }  # fmt: skip
         env = rank_environment({**os.environ, **job.env}, attempt.topology, number, job.gpus)
         env["LEARNERKIT_RANK_SETUP"] = json.dumps(setup)
         if job.timeout is not None:

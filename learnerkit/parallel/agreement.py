@@ -303,6 +303,12 @@ class RankDispatch(Dispatch):
         self._place = -1  # the index of the last event that has begun
         self.stopped: dict[str, list] = {}  # the event that an error has stopped, with its remaining hooks
 
+    def phase(self, training: bool) -> None:
+        """Change to training or to evaluation, and write it to the heartbeat."""
+        # Before the first pass over the data it is only the default.
+        self.agreement.watch.heartbeat.phase(0 if self.agreement.event == "before_fit" else 1 + training)
+        super().phase(training)
+
     def _resolve(self) -> dict[str, list]:
         """Return the table of hooks, each with the place that the heartbeat shows for it."""
         table = super()._resolve()

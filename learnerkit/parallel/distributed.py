@@ -25,6 +25,8 @@ from learnerkit.parallel.left_batch import LeftBatch, StandIn
 from learnerkit.parallel.loaders import RankLoader, rank_loader
 from learnerkit.parallel.model_checks import check_devices, rank_norms
 from learnerkit.parallel.rank_step import COMM_HOOKS, RankStep
+from learnerkit.parallel.watch import followed
+from learnerkit.processes.event_file import facts_of_launch
 from learnerkit.text import did_you_mean
 from learnerkit.utils import listify, spanned_devices, warn
 from learnerkit.values import describe, digests, map_batch, tensors_in
@@ -372,10 +374,13 @@ def warn_outside_context(learn: "Learner") -> None:
 
 @collective
 def agreement_for(learn: "Learner", what: str) -> AbstractContextManager:
-    """Return the context of an `Agreement` for the call `what`; a null context on one process or inside a run."""
+    """Return the context of an `Agreement` for the call `what`.
+
+    On one process it is one in which others may follow the run, and inside a run a null context.
+    """
     member = member_of(learn.cbs)
     if member is None or distributed.world_size() == 1 or learn._agreement is not None:
-        return nullcontext()
+        return followed(learn) if learn._dispatch is None and facts_of_launch() else nullcontext()
     return _together(learn, member, "get_preds" if what == "predict" else what)
 
 

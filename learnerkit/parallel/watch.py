@@ -15,12 +15,12 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from inspect import isfunction
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -34,11 +34,17 @@ from learnerkit.processes.heartbeat import Heartbeat
 from learnerkit.processes.sockets import open_sockets
 from learnerkit.torch_internals import abort_nccl, frame_of_thread, waits_for_ranks
 
+if TYPE_CHECKING:
+    from learnerkit.learner import Learner
+
 GRACE_SECONDS = 0.5
 """Seconds that the other ranks get to fail with, and report, their own error before their waits are ended."""
 
 ANSWER_SECONDS = 3.0
 """Seconds to wait for a rank's answer before it counts as silent."""
+
+LOOK_SECONDS = 0.5
+"""Seconds between two looks at where a single process is."""
 
 
 _runs = [0]  # the number of runs for which all ranks have met, the same on every rank
@@ -108,6 +114,7 @@ class Watch:
         self._aside(self._leave)
         for thread in self._threads:
             thread.join(timeout=ANSWER_SECONDS)
+        self.heartbeat.phase(0)
         self.heartbeat.close()
 
     def _leave(self) -> None:
@@ -321,6 +328,32 @@ class Watch:
             if reports[rank]["state"] != "silent":
                 lines.append(f"rank {rank}'s stack:\n{reports[rank]['stack'].rstrip()}")
         return "\n".join(lines)
+
+
+@contextmanager
+def followed(learn: "Learner") -> Iterator[None]:
+    """Write the heartbeat of a run on one process, for its launcher; a thread reads where the learner is."""
+    heartbeat, over = Heartbeat.own(), threading.Event()
+    before = learn.training, learn.epoch, learn.iter  # as the run before has left them, until the first pass begins
+
+    def look() -> None:
+        nonlocal before
+        while not over.wait(LOOK_SECONDS):
+            place = learn.training, learn.epoch, learn.iter
+            if place != before:
+                before = place
+                heartbeat.phase(1 + learn.training)
+                heartbeat.beat(time.monotonic(), learn.epoch, learn.iter, b"")
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        heartbeat.phase(0)
+        heartbeat.close()
 
 
 def _machine() -> tuple[str, str]:

@@ -5,6 +5,7 @@
   is killed.
 - heartbeat.py tells where in a run a rank is. sockets.py looks at the connections of this process, and asks whether
   torch's store answers at an address. requests.py holds what signals ask of a run. machine.py knows the machine.
+  event_file.py appends lines to the file by which other programs follow a launch.
 - forks.py makes forks of this process that act as ranks, for a look at its own learner before a run.
 
 All but forks.py need the standard library alone, as the launcher does.

@@ -26,6 +26,7 @@ class Heartbeat:
 
     SIZE = 256
     _LIVE, _BEAT = struct.Struct("<d?"), struct.Struct("<dqq216s")  # at 0, and at 16; see `live` and `beat`
+    _PHASES = ("", "evaluation", "training")  # the index is at 9; see `phase`
 
     def __init__(self, path: str, file: Any = None) -> None:
         self.path, self._file = path, file
@@ -51,6 +52,10 @@ class Heartbeat:
         """Record that this process runs, and whether its main thread waits for other ranks."""
         self._LIVE.pack_into(self._shared, 0, time.monotonic(), waits)
 
+    def phase(self, number: int) -> None:
+        """Record which pass over the data has begun: 1 evaluation, 2 training; 0: none has, or the run has ended."""
+        self._shared[9] = number
+
     def read(self) -> dict[str, Any]:
         """Return where the main thread is, and the seconds since the last `beat` and `live`."""
         lived, waits = self._LIVE.unpack_from(self._shared, 0)
@@ -59,7 +64,7 @@ class Heartbeat:
         now = time.monotonic()  # one clock for all processes of the machine
         return {
             "event": event, "callback": callback, "epoch": epoch, "step": max(step, 0),
-            "since": now - moved, "alive": now - lived, "waits": waits,
+            "since": now - moved, "alive": now - lived, "waits": waits, "phase": self._PHASES[self._shared[9]],
         }  # fmt: skip
 
     def close(self) -> None:

@@ -41,6 +41,8 @@ def main() -> None:
     faulthandler.enable()
     os.set_inheritable(report_fd, False)
     os.environ["LEARNERKIT_HEARTBEAT"] = f"{process_id} {setup['heartbeat']}"
+    if setup["events"] is not None:
+        os.environ["LEARNERKIT_EVENTS"] = json.dumps({"process": process_id} | setup["events"])
     host = None
     if store_fd is not None:
         os.set_inheritable(store_fd, False)

@@ -332,6 +332,7 @@ def test_a_failure_on_one_node_is_told_on_all_and_all_start_anew(launcher, tmp_p
     )
     for fails, code in ((1, 0), (2, 1)):
         at = ["--max-restarts", 1, "--nnodes", 2, "--master-addr", LOOPBACK, "--master-port", free_port()]
+        at += ["--events", f"events-{fails}"]
         pair = [launcher(*at, "--node-rank", rank, "--nproc", 2 - rank, "train.py", fails) for rank in (0, 1)]
         printed = []
         for one in pair:
@@ -343,6 +344,16 @@ def test_a_failure_on_one_node_is_told_on_all_and_all_start_anew(launcher, tmp_p
         assert "KeyError: 'the cause'" in printed[1]
         assert "rank 1 of 3 local 1" in printed[0]
         assert "rank 2 of 3 local 2" in printed[1]
+        lines = [json.loads(line) for line in (tmp_path / f"events-{fails}").read_text().splitlines()]
+        for node in (0, 1):
+            own = [line for line in lines if line["node"] == node]
+            failed = ["started", "failed"]
+            assert [line["event"] for line in own] == failed + (["started"] if fails == 1 else failed) + ["ended"]
+            assert [line["attempt"] for line in own] == [0, 0, 1, *[1] * fails]
+            assert {(line["world_size"], line["nproc"]) for line in own if "nproc" in line} == {(3, 2 - node)}
+            causes = {(line["rank"], line["cause"]) for line in own if line["event"] == "failed"}
+            assert causes == {(2, "KeyError: 'the cause'")}
+            assert own[-1]["code"] == code
 
 
 # Hosts

@@ -1,15 +1,20 @@
 """What a rank's watch makes of what its threads see, without other ranks: stand-ins take the place of the rest."""
 
 import json
+import os
+import time
 from itertools import chain, repeat
 from types import SimpleNamespace
 
 import pytest
+from helpers import make_learner
 
+from learnerkit import Callback, CheckpointCallback
 from learnerkit.distributed import meeting
 from learnerkit.endings import Ending
 from learnerkit.parallel import watch
 from learnerkit.parallel.watch import Watch
+from learnerkit.processes.heartbeat import Heartbeat
 
 STOP = json.dumps(["stop", None])
 
@@ -57,3 +62,62 @@ def test_the_first_failure_that_is_told_is_kept(monkeypatch):
     )
     Watch._listen(rank)
     assert rank.failure.rank == 2
+
+
+@pytest.fixture
+def heartbeat(monkeypatch):
+    """The heartbeat that a launcher would have made for this process, and would read."""
+    heartbeat = Heartbeat.new()
+    monkeypatch.setenv("LEARNERKIT_HEARTBEAT", f"{os.getpid()} {heartbeat.path}")
+    yield heartbeat
+    heartbeat.close()
+
+
+class Looks(Callback):
+    """Waits in each batch until the heartbeat shows its place, for some seconds at most; keeps those that it missed."""
+
+    run_valid = True
+
+    def __init__(self, heartbeat, patience):
+        super().__init__()
+        self.heartbeat, self.patience = heartbeat, patience
+        self.missed, self.phases = [], []
+
+    def before_fit(self):
+        self.phases.append(self.heartbeat.read()["phase"])
+
+    def before_batch(self):
+        place = ("training" if self.training else "evaluation", self.epoch, self.iter)
+        end = time.monotonic() + self.patience
+        while (seen := tuple(map(self.heartbeat.read().get, ("phase", "epoch", "step")))) != place:
+            if time.monotonic() > end:
+                self.missed.append((place, seen))
+                return
+            time.sleep(0.001)
+
+    def after_train(self):
+        self.learn.validate()  # a run inside a run
+
+
+def test_the_heartbeat_of_one_process_shows_where_it_is_if_others_follow_the_launch(heartbeat, monkeypatch, tmp_path):
+    file = tmp_path / "events.jsonl"
+    facts = {"process": os.getpid(), "path": str(file), "node": 0, "attempt": 2}
+    monkeypatch.setenv("LEARNERKIT_EVENTS", json.dumps(facts))
+    monkeypatch.setattr(watch, "LOOK_SECONDS", 0.001)
+    looks = Looks(heartbeat, patience=20)
+    learn = make_learner(cbs=[looks, CheckpointCallback(tmp_path / "runs")])
+    for n_epoch in (2, 1):
+        learn.fit(n_epoch)
+        assert heartbeat.read()["phase"] == ""
+    assert (looks.missed, looks.phases) == ([], ["", ""])
+    saved = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(line["fit"], line["epoch"], line["step"]) for line in saved] == [
+        (0, 0, 2), (0, 1, 4), (0, 1, 4), (1, 0, 2), (1, 0, 2)
+    ]  # fmt: skip
+    assert {(line["event"], line["node"], line["attempt"]) for line in saved} == {("saved", 0, 2)}
+
+
+def test_one_process_writes_no_heartbeat_if_nobody_follows_the_launch(heartbeat):
+    looks = Looks(heartbeat, patience=0)
+    make_learner(cbs=looks).fit(1)
+    assert {seen for _, seen in looks.missed} == {("", 0, 0)}
