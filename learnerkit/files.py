@@ -26,6 +26,7 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 import torch
@@ -34,6 +35,7 @@ from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from learnerkit.marks import collective
 from learnerkit.shards import gathered, is_shard, storage_of
+from learnerkit.stores.paths import Place, StorePath, place
 from learnerkit.text import first_few, printable
 
 if TYPE_CHECKING:
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-File = str | Path | BinaryIO
+File = str | Place | BinaryIO
 Buffer = bytes | memoryview
 
 
@@ -114,9 +116,26 @@ def name_or_path(name: str | Path, directory: str = "the model directory") -> st
     Raises:
         ValueError: it is neither a name nor a path, or a str with `..` in it.
     """
-    if isinstance(name, Path) or not {"/", os.sep} & set(name):
-        return name if isinstance(name, Path) else plain_name(name, directory)
-    path = Path(name).expanduser()
+    found = name_or_place(name, directory)
+    if isinstance(found, StorePath):
+        raise ValueError(f"got the URL {str(found)!r}; this is written bit by bit, to a local path or a name alone")
+    return found
+
+
+def name_or_place(name: str | Place, directory: str = "the model directory") -> str | Place:
+    """Return what `name_or_path` returns, or the place in an object store that a URL names.
+
+    Raises:
+        ImportError, ValueError: as `name_or_path`, and as `stores.paths.place`.
+    """
+    if isinstance(name, StorePath):
+        return name
+    if isinstance(name, str) and not {"/", os.sep} & set(name):
+        return plain_name(name, directory)
+    path = place(name)
+    if isinstance(name, Path) or isinstance(path, StorePath):
+        return path
+    path = path.expanduser()
     if ".." in path.parts or not name.isprintable():
         raise ValueError(
             f"got the path {name[:80]!r}; one that is given as a str has no '..' and no control characters, so that no "
@@ -125,15 +144,15 @@ def name_or_path(name: str | Path, directory: str = "the model directory") -> st
     return path
 
 
-def place_of(learn: "Learner", file: "str | Path | BinaryIO") -> Path | BinaryIO:
-    """Return the path at which a learner saves and loads a file: a plain name lies in its model directory.
+def place_of(learn: "Learner", file: File) -> Place | BinaryIO:
+    """Return the place at which a learner saves and loads a file: a plain name lies in its model directory.
 
     Raises:
-        TypeError, ValueError: it is neither a name, a path, nor an open file.
+        TypeError, ValueError: it is neither a name, a path, a URL, nor an open file.
     """
-    name = name_or_path(file) if isinstance(file, str) else file
+    name = name_or_place(file) if isinstance(file, str | Path | StorePath) else file
     if not isinstance(name, str):
-        if isinstance(name, Path) or hasattr(name, "write") or hasattr(name, "read"):
+        if isinstance(name, Path | StorePath) or hasattr(name, "write") or hasattr(name, "read"):
             return name
         raise TypeError(f"got file={file!r}; it is a name, a path, or a file open in binary mode")
     if not name.endswith(SAFETENSORS):
@@ -141,7 +160,7 @@ def place_of(learn: "Learner", file: "str | Path | BinaryIO") -> Path | BinaryIO
     return learn.path / learn.model_dir / name
 
 
-def save_whole(obj: Any, file: Path | BinaryIO) -> None:
+def save_whole(obj: Any, file: Place | BinaryIO) -> None:
     """Save like `torch.save`, but atomically: a killed process leaves either the whole new file or the old one.
 
     The file is written beside the target, synced, and renamed over it. An open file is just written to.
@@ -149,7 +168,7 @@ def save_whole(obj: Any, file: Path | BinaryIO) -> None:
     Raises:
         CheckpointError: the file cannot be written, for lack of space or permissions; the old one is unchanged.
     """
-    if not isinstance(file, Path):
+    if not isinstance(file, Path | StorePath):
         torch.save(obj, file)
         return
     with replacing(file) as temporary, open(temporary, "xb") as opened:
@@ -160,7 +179,7 @@ def save_whole(obj: Any, file: Path | BinaryIO) -> None:
 
 @collective
 def save_weights(
-    weights: Mapping[str, Any], file: Path, notes: Mapping[str, str] | None = None, writes: bool = True
+    weights: Mapping[str, Any], file: Place, notes: Mapping[str, str] | None = None, writes: bool = True
 ) -> None:
     """Save weights in the safetensors format, which other tools read, as atomically as `save_whole`.
 
@@ -196,8 +215,16 @@ def save_weights(
 
 
 @contextmanager
-def replacing(file: Path) -> Iterator[Path]:
-    """Yield a path beside `file` to write to, which then replaces it."""
+def replacing(file: Place) -> Iterator[Path]:
+    """Yield a path beside `file` to write to, which then replaces it; for an object store, one of this machine."""
+    if isinstance(file, StorePath):
+        try:
+            with TemporaryDirectory() as folder:
+                yield Path(folder, file.name)
+                file.upload(Path(folder, file.name))
+        except OSError as e:
+            raise CheckpointError(f"{file} cannot be written: {e}") from e
+        return
     temporary = temporary_name(file)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -241,9 +268,11 @@ def remove_left_over(folder: Path, before: float, name: str = "") -> None:
                 remove(path)
 
 
-def remove(path: Path) -> None:
-    """Remove a file, or a directory with all that is in it."""
-    if path.is_dir() and not path.is_symlink():
+def remove(path: Place) -> None:
+    """Remove a file, or a directory with all that is in it; in an object store manifests before the rest."""
+    if isinstance(path, StorePath):
+        path.remove(first=MANIFEST)
+    elif path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink()
@@ -392,11 +421,15 @@ def _memory(tensor: Tensor) -> list[Buffer]:
     return [] if memory is None else [memoryview(memory)]
 
 
-def write_new(path: Path, pieces: Sequence[Buffer]) -> dict[str, Any]:
+def write_new(path: Place, pieces: Sequence[Buffer]) -> dict[str, Any]:
     """Write a new file and sync it; return its size and sha256.
 
-    The hash is computed from the memory that is written, at the same time.
+    The hash is computed from the memory that is written, at the same time. To an object store a temporary file is
+    uploaded, as stores take parts of a file at the same time, and put it together only if all have come.
     """
+    if isinstance(path, StorePath):
+        with replacing(path) as temporary:
+            return write_new(temporary, pieces)
     digest = in_thread(lambda: _sha256(pieces))
     try:
         with open(path, "xb") as file:
@@ -511,15 +544,24 @@ def is_mappable(path: Path) -> bool:
 # Files of weights
 
 
-def read(file: Path | BinaryIO, device: Any) -> Saved:
+def read(file: Place | BinaryIO, device: Any, name: str = "") -> Saved:
     """Read a file onto a device.
+
+    Args:
+        file: the file.
+        device: the device.
+        name: the file's name, for messages; by default its own.
 
     Raises:
         FileNotFoundError: there is no such file.
         CheckpointError: it is damaged, or has other content.
         ValueError: it is open, and its position is at its end.
     """
-    name = str(file) if isinstance(file, Path) else getattr(file, "name", None) or f"the {type(file).__name__}"
+    if isinstance(file, StorePath):
+        with file.copied() as copy:
+            return read(copy, device, str(file))
+    if not name:
+        name = str(file) if isinstance(file, Path) else getattr(file, "name", None) or f"the {type(file).__name__}"
     if isinstance(file, Path) and not file.is_file():
         there = sorted(p.name for p in file.parent.glob("*") if p.suffix in (".pth", SAFETENSORS))
         name = printable(str(file), 1000)

@@ -81,6 +81,7 @@ from learnerkit.preflight.step import check
 from learnerkit.processes.rank_main import shorten, wants_short
 from learnerkit.shards import Gatherer, rows_for
 from learnerkit.state import COUNTERS, TRANSIENT, RunState
+from learnerkit.stores.paths import Place, StorePath
 from learnerkit.utils import (
     PlainLock,
     check_keywords,
@@ -1522,7 +1523,7 @@ class Learner(RunState):
 
     @public
     @collective
-    def save(self, file: File, with_opt: bool = True) -> Path | BinaryIO:
+    def save(self, file: File, with_opt: bool = True) -> Place | BinaryIO:
         """Write the model's weights, and the optimizer's state, on rank 0; the other ranks need not call it.
 
         The file is complete or absent, and loads with `torch.load(..., weights_only=True)`; no key begins with
@@ -1531,12 +1532,12 @@ class Learner(RunState):
 
         Args:
             file: a name inside path/model_dir ('.pth' is added unless it ends in '.safetensors'); a path, used
-                unchanged: a `pathlib.Path`, or a str with a separator; or a file that is open for writing in binary
-                mode.
+                unchanged: a `pathlib.Path`, or a str with a separator; the URL of an object in a store that fsspec
+                knows, such as 's3://bucket/best.pth'; or a file that is open for writing in binary mode.
             with_opt: save {'model': ..., 'opt': ...} rather than only the weights, and 'scaler' after a fit in fp16.
 
         Returns:
-            The path, or the open file.
+            The path, a `stores.paths.StorePath` for a URL, or the open file.
 
         Raises:
             CheckpointError: the file cannot be written; the old one is unchanged.
@@ -1548,7 +1549,7 @@ class Learner(RunState):
             return target
         with self.as_validated():
             weights: Any = unwrap(self.model).state_dict()
-            if isinstance(target, Path) and target.suffix == files.SAFETENSORS:
+            if isinstance(target, Path | StorePath) and target.suffix == files.SAFETENSORS:
                 files.save_weights(weights, target, writes=distributed.is_main())
                 return target
             state = self._gathered(weights)
@@ -1580,7 +1581,7 @@ class Learner(RunState):
         `strict`.
 
         Args:
-            file: as in `save`, or the path of a checkpoint; an open file is read from its present position.
+            file: as in `save`, or the path or URL of a checkpoint; an open file is read from its present position.
             with_opt: also load the optimizer's state, and that of the gradient scaler; warns if the file has none.
             strict: whether the file must have exactly the model's keys.
             device: the device to read the file to; by default the host.
@@ -1616,7 +1617,7 @@ class Learner(RunState):
 
     @public
     @collective
-    def export(self, fname: str | Path) -> Path:
+    def export(self, fname: str | Path) -> Place:
         """Write the trained model for prediction, on rank 0 alone; `load_learner` reads it.
 
         The suffix of the name decides the format:
@@ -1633,11 +1634,11 @@ class Learner(RunState):
         as the model.
 
         Args:
-            fname: a name inside path/model_dir, or a path (a `pathlib.Path`, or a str with a separator), used
+            fname: a name inside path/model_dir, or a path (a `pathlib.Path`, or a str with a separator) or a URL, used
                 unchanged.
 
         Returns:
-            The path.
+            The path, or a `stores.paths.StorePath` for a URL.
 
         Raises:
             CheckpointError: torch cannot export the model, or the file cannot be written; an old one is unchanged.
@@ -1707,10 +1708,10 @@ class Learner(RunState):
         self._resumes = run_state.load_state_dict(self, state)
 
     @staticmethod
-    def _read_saved(file: Path | BinaryIO, device: Any) -> Saved:
-        if not isinstance(file, Path) or not file.is_dir():
+    def _read_saved(file: Place | BinaryIO, device: Any) -> Saved:
+        if not isinstance(file, Path | StorePath) or not file.is_dir():
             return files.read(file, device)
-        if files.is_mappable(file):
+        if isinstance(file, Path) and files.is_mappable(file):
             return files.read_mapped(file)
         checkpoint = read_checkpoint(file)
         state = checkpoint.state()
@@ -1829,7 +1830,7 @@ def load_learner(
     torch's reader is not made for hostile files: load programs only from people whom you trust.
 
     Args:
-        fname: a name inside path/model_dir, or a path; the default suffix is '.safetensors'.
+        fname: a name inside path/model_dir, a path or a URL; the default suffix is '.safetensors'.
         model: for weights, the module, or the function or class that makes it; a program needs none. A function whose
             first argument is called `dls`, such as `tabular_learner` or `lambda dls: vision_learner(dls, "resnet18")`,
             gets the loaders, without batches but with classes, and may return a learner with the model.

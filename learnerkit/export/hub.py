@@ -116,7 +116,7 @@ def download(repo_id: str, fname: str, revision: str | None, token: str | None) 
     _require_hub()
     from huggingface_hub import hf_hub_download
 
-    name = exported_path(fname, Path()).as_posix()  # Other files are refused before the download.
+    name = str(exported_path(fname, Path()))  # Other files are refused before the download.
 
     def get() -> str:
         return hf_hub_download(repo_id, name, revision=revision, token=token)

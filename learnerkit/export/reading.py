@@ -3,6 +3,7 @@
 import json
 import reprlib
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from learnerkit.export.facts import KEY, NotExported, read_facts
 from learnerkit.export.writing import ONNX, PROGRAM, SUFFIXES, exported_path
 from learnerkit.files import CheckpointError, notes_of
 from learnerkit.marks import collective
+from learnerkit.stores.paths import StorePath
 from learnerkit.text import first_few, in_one_line, printable
 
 if TYPE_CHECKING:
@@ -71,6 +73,15 @@ def load(
             f"{file} is for onnxruntime and the like; load_learner reads '.safetensors' and '.pt2': export one of them"
         )
     distributed.follow_rank0("load_learner")
+    with file.copied() if isinstance(file, StorePath) else nullcontext(file) as local:
+        return _read(make, local, model, dls, data, loss_func, device, path, model_dir)
+
+
+@collective
+def _read(
+    make: type["Learner"], file: Path, model: Any, dls: DataLoaders | None, data: Any, loss_func: Any,
+    device: Any, path: str | Path, model_dir: str | Path,
+) -> "Learner":  # fmt: skip
     if not file.is_file():
         exported = (p.name for p in file.parent.iterdir() if p.suffix in SUFFIXES) if file.parent.is_dir() else ()
         name, there = printable(str(file), 1000), first_few(sorted(exported), n=20)

@@ -18,9 +18,10 @@ from learnerkit.data.batches import loader_len, rows_of, to_device
 from learnerkit.data.order import first_batch
 from learnerkit.export import programs
 from learnerkit.export.facts import KEY, Facts, facts_of
-from learnerkit.files import CheckpointError, name_or_path, replacing, save_weights
+from learnerkit.files import CheckpointError, name_or_place, replacing, save_weights
 from learnerkit.inspection.undoing import give_shapes, trial
 from learnerkit.marks import collective
+from learnerkit.stores.paths import Place
 from learnerkit.utils import unwrap, warn
 from learnerkit.values import map_batch, tensors_in
 
@@ -32,19 +33,19 @@ SUFFIXES = (files.SAFETENSORS, PROGRAM, ONNX)
 _PICKLES = (".pkl", ".pickle", ".pth", ".pt", ".bin", ".joblib")
 
 
-def exported_path(fname: Any, folder: Path) -> Path:
-    """Return the path of an exported file.
+def exported_path(fname: Any, folder: Path) -> Place:
+    """Return the place of an exported file.
 
     Args:
-        fname: a plain name in `folder`, which without a known suffix gets that of weights; or a path, as it is.
+        fname: a plain name in `folder`, which without a known suffix gets that of weights; or a path or URL, as it is.
         folder: the folder for plain names.
 
     Raises:
         TypeError, ValueError: no name, or the suffix of another format.
     """
     if not isinstance(fname, str | Path):
-        raise TypeError(f"got fname={fname!r}; it is a name or a path")
-    fname = name_or_path(fname)
+        raise TypeError(f"got fname={fname!r}; it is a name, a path or a URL")
+    fname = name_or_place(fname)
     path = folder / fname if isinstance(fname, str) else fname
     if path.suffix in SUFFIXES:
         return path
@@ -54,13 +55,13 @@ def exported_path(fname: Any, folder: Path) -> Path:
             f"got {path.name!r}: '{path.suffix}' files are pickles, which can run any code when they are read, and "
             f"learn.export writes none: end the name in {kinds}; learn.save and learn.load take '.pth'"
         )
-    if isinstance(fname, Path):
+    if not isinstance(fname, str):
         raise ValueError(f"got the path {str(path)!r}, whose end says no format: let it be {kinds}")
     return path.with_name(path.name + files.SAFETENSORS)
 
 
 @collective
-def export(learn: "Learner", fname: Any) -> Path:
+def export(learn: "Learner", fname: Any) -> Place:
     """Write the file for `Learner.export` (see there)."""
     path = exported_path(fname, learn.path / learn.model_dir)
     if path.suffix == ONNX:
@@ -108,10 +109,10 @@ def require_onnx() -> None:
         raise ImportError(f"learn.export to '.onnx' needs {' and '.join(missing)}: pip install 'learnerkit[onnx]'")
 
 
-def _write_traced(learn: "Learner", path: Path) -> None:
+def _write_traced(learn: "Learner", path: Place) -> None:
     args, kwargs, size = example(learn)
     facts = facts_of(learn, kwargs or None)
-    safe_name = path.with_suffix(files.SAFETENSORS).name
+    safe_name = f"{path.stem}{files.SAFETENSORS}"
     names = list(kwargs) or input_names(learn, len(args))
     with predicting(learn, names) as predictor:
         program = programs.traced(predictor, args, kwargs, size, safe_name)
@@ -194,7 +195,7 @@ def predicting(learn: "Learner", names: list[str]) -> Iterator[programs.Predicto
 
 
 def _write_onnx(
-    program: Any, facts: Facts, path: Path, axes: dict[str, Any], outputs: list[str] | None,
+    program: Any, facts: Facts, path: Place, axes: dict[str, Any], outputs: list[str] | None,
     check: Callable[[str, Callable[..., Any]], None],
 ) -> None:  # fmt: skip
     """Write ONNX with torch's exporter, and run it on the example if onnxruntime is there."""

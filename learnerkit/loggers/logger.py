@@ -351,7 +351,7 @@ class Tracker(Logger):
                 warn(f"{self!r} has not logged the model, which is divided among the ranks: let all call learn.export")
             elif self.log_model is not None:
                 path = Path(folder, self.log_model)
-                self._try_to_send("model", lambda: {path.name: self.learn.export(path)})
+                self._try_to_send("model", lambda: {path.name: Path(str(self.learn.export(path)))})
             if self.log_files:
                 self._try_to_send("files", lambda: _matching(self.log_files))
 

@@ -1,0 +1,201 @@
+"""A place in an object store, with the methods of `pathlib.Path` that this library uses.
+
+A store keeps objects under keys. An object appears whole at the end of its upload, and nothing is renamed; what is
+called a folder is the common beginning of keys. fsspec knows the stores; it finds credentials and addresses in the
+environment, as each store's own tools do.
+"""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from learnerkit.text import in_one_line, printable
+
+_SCHEME = "[A-Za-z][A-Za-z0-9+.-]+"  # of two letters at least, as 'C:' is a drive
+
+
+class StoreError(OSError):
+    """An error of a store that cannot be reached, or refuses; the text names the URL."""
+
+
+@dataclass(frozen=True)
+class StorePath:
+    """A place in an object store.
+
+    Args:
+        url: the URL without a slash at its end, such as 's3://bucket/run'.
+    """
+
+    url: str
+
+    def __str__(self) -> str:
+        return self.url
+
+    def __truediv__(self, name: str) -> "StorePath":
+        return StorePath(f"{self.url}/{name}")
+
+    @property
+    def name(self) -> str:
+        """The part of the URL after its last slash."""
+        return self.url.rpartition("/")[2]
+
+    @property
+    def suffix(self) -> str:
+        """The end of the name from its last dot on."""
+        return PurePosixPath(self.name).suffix
+
+    @property
+    def stem(self) -> str:
+        """The name without its suffix."""
+        return PurePosixPath(self.name).stem
+
+    @property
+    def parent(self) -> "StorePath":
+        """The place above."""
+        return StorePath(self.url.rpartition("/")[0])
+
+    def with_name(self, name: str) -> "StorePath":
+        """Return the place beside this one with another name."""
+        return self.parent / name
+
+    def with_stem(self, stem: str) -> "StorePath":
+        """Return the place beside this one with another name and the same suffix."""
+        return self.with_name(stem + self.suffix)
+
+    def resolve(self) -> "StorePath":
+        """Return this place, as a store has no links."""
+        return self
+
+    def is_symlink(self) -> bool:
+        """Return False."""
+        return False
+
+    @contextmanager
+    def _opened(self) -> Iterator[tuple[Any, str]]:
+        """Yield the file system of fsspec, and the path in it.
+
+        Raises:
+            FileNotFoundError: there is no such object, or no such bucket.
+            StoreError: any other error of the store.
+        """
+        from fsspec.core import url_to_fs
+
+        try:
+            yield url_to_fs(self.url, use_listings_cache=False)
+        except FileNotFoundError as e:
+            raise FileNotFoundError(f"{printable(self.url, 1000)}: there is no such object or bucket ({e})") from e
+        except Exception as e:  # each store has errors of its own
+            raise StoreError(f"{printable(self.url, 1000)}: {in_one_line(e)}") from e
+
+    def _kind(self) -> str:
+        # `isfile` of fsspec answers False where a store cannot be reached.
+        try:
+            with self._opened() as (system, path):
+                return system.info(path)["type"]
+        except FileNotFoundError:
+            return ""
+
+    def is_file(self) -> bool:
+        """Tell whether this is an object."""
+        return self._kind() == "file"
+
+    def is_dir(self) -> bool:
+        """Tell whether there are objects below this place."""
+        return self._kind() == "directory"
+
+    def _entries(self) -> dict[str, dict[str, Any]]:
+        try:
+            with self._opened() as (system, path):
+                entries = system.ls(path, detail=True)
+        except FileNotFoundError:
+            return {}
+        return {entry["name"].rstrip("/").rpartition("/")[2]: entry for entry in entries}
+
+    def iterdir(self) -> Iterator["StorePath"]:
+        """Yield the objects and folders in this folder; none if there is no such folder."""
+        return (self / name for name in self._entries())
+
+    def sizes(self) -> dict[str, int]:
+        """Return the sizes in bytes of the objects in this folder, by name."""
+        return {name: entry["size"] for name, entry in self._entries().items() if entry["type"] == "file"}
+
+    def rglob(self, name: str) -> list["StorePath"]:
+        """Return the objects of this name in the folder and below."""
+        try:
+            with self._opened() as (system, path):
+                found = [each.removeprefix(path) for each in system.find(path)]
+        except FileNotFoundError:
+            return []
+        return [StorePath(self.url + each) for each in found if each.endswith(f"/{name}")]
+
+    def read_bytes(self) -> bytes:
+        """Return the content of the object."""
+        with self._opened() as (system, path):
+            return system.cat_file(path)
+
+    def write_bytes(self, content: bytes) -> None:
+        """Write the object, or replace it."""
+        with self._opened() as (system, path):
+            system.pipe_file(path, content)
+
+    def download(self, file: Path) -> None:
+        """Copy the object into a file."""
+        with self._opened() as (system, path):
+            system.get_file(path, str(file))
+
+    def upload(self, file: Path) -> None:
+        """Copy a file into the object."""
+        with self._opened() as (system, path):
+            system.put_file(str(file), path)
+
+    @contextmanager
+    def copied(self) -> Iterator[Path]:
+        """Yield a copy of the object in a temporary directory, under the same name."""
+        with TemporaryDirectory() as folder:
+            self.download(Path(folder, self.name))
+            yield Path(folder, self.name)
+
+    def remove(self, first: str) -> None:
+        """Remove the object, or all objects below this place: those with the name `first` before the others."""
+        with self._opened() as (system, path):
+            for each in sorted(system.find(path), key=lambda each: not each.endswith(f"/{first}")):
+                system.rm_file(each)
+
+
+Place = Path | StorePath
+
+
+def place(path: str | Path) -> Place:
+    """Return the place that a path or a URL names; 'file:///folder' is a path.
+
+    Raises:
+        ImportError: the package of fsspec for this kind of store is missing.
+        ValueError: the URL has a password or `..` in it, is of an unknown kind, or has become a `pathlib.Path`.
+    """
+    first, _, rest = str(path).partition("/")
+    if not re.fullmatch(f"{_SCHEME}:", first) or (isinstance(path, str) and not rest.startswith("/")):
+        return Path(path)
+    url = f"{first}//{rest.strip('/')}"
+    if isinstance(path, Path):
+        raise ValueError(f"got {path!r}, in which pathlib has made one slash of two: give a URL as a str, {url!r}")
+    if first == "file:":
+        return Path(f"/{rest.strip('/')}")
+    if ".." in rest.split("/") or not url.isprintable() or re.match(r"[^/@]*:[^/@]*@", rest.lstrip("/")):
+        raise ValueError(
+            f"got the URL {first}//...; it has no '..', no control characters and no password, which messages would "
+            "show: a store finds its credentials in the environment"
+        )
+    from fsspec import get_filesystem_class
+
+    try:
+        get_filesystem_class(first[:-1])
+    except ImportError as e:
+        extra = "'learnerkit[s3]'" if first in ("s3:", "s3a:") else f"the package that it names ({e})"
+        raise ImportError(f"{url} needs a package that fsspec does not have: pip install {extra}") from e
+    except ValueError as e:
+        raise ValueError(f"got {url!r}: {e}; fsspec.available_protocols() lists those that it knows") from e
+    return StorePath(url)
