@@ -54,8 +54,8 @@ def test_workers_of_ray_train_as_the_processes_of_the_launcher_do(short_path, mo
     assert first["failed"][0] == "PeerError"
     assert first["failed"][1].startswith("rank 1 failed in before_batch of On (epoch 0, step 5): ValueError: the first")
     assert second["failed"] == ["ValueError", "the first cause"]
-    assert "rank 1 failed in before_batch of On" in seen["failures"]["0"]
-    assert seen["failures"]["1"] == "the first cause"
+    assert seen["failures"]  # those that Ray has seen when it looked, of one worker or of both
+    assert all("the first cause" in text for text in seen["failures"].values())
     assert abs(first["ended"] - second["ended"]) < 30  # the watch alone would need 60 s
 
     # No process is left, and no file outside of the folder for Ray.
