@@ -96,7 +96,8 @@ class Looks(Callback):
             time.sleep(0.001)
 
     def after_train(self):
-        self.learn.validate()  # a run inside a run
+        self.learn.validate()  # a run inside a run, whose end is not that of the outer one
+        assert self.heartbeat.read()["phase"] or self.patience < 1
 
 
 def test_the_heartbeat_of_one_process_shows_where_it_is_if_others_follow_the_launch(heartbeat, monkeypatch, tmp_path):
@@ -117,7 +118,8 @@ def test_the_heartbeat_of_one_process_shows_where_it_is_if_others_follow_the_lau
     assert {(line["event"], line["node"], line["attempt"]) for line in saved} == {("saved", 0, 2)}
 
 
-def test_one_process_writes_no_heartbeat_if_nobody_follows_the_launch(heartbeat):
-    looks = Looks(heartbeat, patience=0)
+def test_one_process_writes_no_heartbeat_if_nobody_follows_the_launch(heartbeat, monkeypatch):
+    monkeypatch.setattr(watch, "LOOK_SECONDS", 0.001)
+    looks = Looks(heartbeat, patience=0.2)
     make_learner(cbs=looks).fit(1)
     assert {seen for _, seen in looks.missed} == {("", 0, 0)}
