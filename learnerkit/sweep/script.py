@@ -1,4 +1,4 @@
-"""What a trial's script gets from its search: values, and the trial's place. It needs no more than Python itself."""
+"""The functions for a trial's script: its values, and its place in the search. They need no more than Python itself."""
 
 import json
 import os
