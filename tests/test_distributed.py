@@ -37,6 +37,31 @@ def test_facts_come_from_the_environment_when_asked(monkeypatch):
     )
 
 
+def test_facts_come_from_the_variables_of_a_cluster_without_a_launcher(monkeypatch):
+    names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+    for name, value in zip(names, "5812", strict=True):
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
+    monkeypatch.setenv("MASTER_ADDR", "n1")
+    assert (distributed.rank(), distributed.world_size(), distributed.local_rank()) == (5, 8, 1)
+    for name, value in {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "2"}.items():
+        monkeypatch.setenv(name, value)  # a launcher's own come first
+    assert (distributed.rank(), distributed.world_size(), distributed.local_rank()) == (3, 8, 2)
+
+
+def test_a_cluster_that_other_variables_contradict_is_refused_when_ranks_are_to_meet(monkeypatch):
+    pod = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "a", "RANK": "0", "WORLD_SIZE": "2"}
+    for name, value in pod.items():
+        monkeypatch.setenv(name, value)
+    assert (distributed.rank(), distributed.world_size()) == (1, 2)
+    with pytest.raises(ValueError, match="Kubeflow says node 1 of 2, .* but RANK=0 and WORLD_SIZE=2; start the script"):
+        distributed.join(1.0)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PET_NPROC_PER_NODE", "8")
+    with pytest.raises(ValueError, match="one process was started here, where 8 ranks belong"):
+        distributed.join(1.0)
+
+
 def test_on_one_process_collectives_are_the_identity():
     x = torch.arange(3)
     assert distributed.reduce(x) is x

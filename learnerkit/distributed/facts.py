@@ -27,11 +27,8 @@ def place() -> Place:
     Raises:
         ValueError: the variables are incomplete or wrong, or two clusters disagree.
     """
-    told = find(os.environ)
-    if told is not None:
-        return told
-    number, size = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
-    return Place("", "", number, size, attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)))
+    number, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    return find(os.environ) or Place("", "RANK, WORLD_SIZE", int(number), int(size), is_rank=True)
 
 
 def rank() -> int:

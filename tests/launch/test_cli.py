@@ -296,6 +296,7 @@ MPI = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANK
         (ELASTIC, [], Elastic(1, 4, "w-0", 7), 2, "Kubeflow says 1 to 4 nodes, which meet at w-0:7"),
         (SAGEMAKER, [], Static(0, 2, "algo-1", 29500), 1, "SageMaker says node 0 of 2"),
         (MPI, ["--master-addr", "n1"], Static(1, 2, "n1", 29500), 1, "MPI says node 1 of 2, with node 0 at n1:29500"),
+        (SAGEMAKER | {"SM_HOSTS": '["algo-1"]'}, [], None, 1, "SageMaker says one node (SM_HOSTS"),
         (LEPTON, ["--max-restarts", "1"], None, 1, "Lepton says one node, attempt 3 ("),
         ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}, [], None, 1, ""),  # a launcher's only rank
         ({}, [], None, 1, ""),
