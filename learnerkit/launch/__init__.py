@@ -2,7 +2,7 @@
 
 It imports the standard library only, and torch just to find other machines. The files, in the order of a launch:
 
-- cli.py reads the command line and makes the attempts. gpus.py counts GPUs; slurm.py writes a SLURM job. Where this
+- cli.py reads the command line and makes the attempts, or writes a job file (jobs.py, templates/). gpus.py counts GPUs; slurm.py writes a SLURM job. Where this
   launcher is one of several, learnerkit.clusters says so.
 - nodes.py begins an attempt with the launchers of other machines, and agrees with them on its end. rendezvous.py finds
   them (addresses.py), and node_info.py checks that they match.

@@ -389,6 +389,9 @@ def write_job(options: argparse.Namespace, command: list[str], words: list[str])
     """
     if options.write_job and options.write_sbatch:
         raise ValueError("--write-sbatch F is --write-job slurm --job-file F; leave one of them out")
+    for name in ("nnodes", "node_rank", "master_addr", "master_port", "rdzv_endpoint"):
+        if getattr(options, name) is not None:
+            raise ValueError(f"leave --{name.replace('_', '-')} out: --nodes says how many, and the scheduler the rest")
     kind = options.write_job or "slurm"
     ending, instruction = jobs.KINDS[kind]
     values = {name: getattr(options, name) for name in jobs.USES}

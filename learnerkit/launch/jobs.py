@@ -10,6 +10,7 @@ would give another file than was meant, or a job that fails without a word.
 import json
 import re
 import shlex
+import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -211,9 +212,11 @@ def _setup(commands: Sequence[str]) -> list[str]:
     for command in commands:
         lines += [missing.pop(start) for start in [*missing] if re.match(start, command)]
         lines += [command, "(exit $?) || exit  # If that has failed, the job ends."]
-    # The next lines of the script would become a part of a command that is not whole.
-    if said := subprocess.run(["bash", "-n"], input="\n".join(lines), capture_output=True, text=True).stderr:
-        raise ValueError(f"--setup: give whole shell commands; bash says {said.strip()!r}")
+    if lines and shutil.which(
+        "bash"
+    ):  # The next lines of the script would become a part of a command that is not whole.
+        if said := subprocess.run(["bash", "-n"], input="\n".join(lines), capture_output=True, text=True).stderr:
+            raise ValueError(f"--setup: give whole shell commands; bash says {said.strip()!r}")
     return lines
 
 

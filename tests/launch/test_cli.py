@@ -156,6 +156,7 @@ def test_what_follows_the_script_is_its_own(no_gpu, options, nproc, separator):
         (["--write-sbatch", "job.sh", "--sbatch", "--requeue", __file__], "--sbatch '--requeue': leave --requeue out"),
         (["--write-sbatch", "a", "--write-job", "slurm", __file__], "leave one of them out"),
         (["--write-job", "pbs", __file__], "invalid choice: 'pbs'"),
+        (["--write-job", "slurm", "--nnodes", "2", __file__], "leave --nnodes out: --nodes says how many"),
         (["--job-file", "job.sh", __file__], "--job-file goes with --write-job"),
         (["--write-sbatch", "/no/such/folder/job.sh", __file__], "job.sh: No such file or directory"),
     ],
