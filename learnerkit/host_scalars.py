@@ -1,6 +1,6 @@
 """Numbers that are computed on a device and read on the host, without a wait for each."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -82,6 +82,48 @@ class HostScalars:
     def _finish(self, copy: HostCopy) -> None:
         self._host.extend(copy.numbers())
         self._copy = None
+
+
+class WeighedScalars:
+    """Numbers with their weights, for a weighted mean; nothing waits for the device until they are read.
+
+    Attributes:
+        values, weights: the numbers and the weights.
+    """
+
+    def __init__(self) -> None:
+        self.values, self.weights = HostScalars(), HostScalars()
+
+    def append(self, value: float | Tensor, weight: float | Tensor) -> None:
+        """Add a number with its weight: as for `HostScalars`, tensors without gradient."""
+        self.values.append(value)
+        self.weights.append(weight)
+        if not len(self.weights) % 1024:  # otherwise they would pile up on the device
+            self.poll()
+
+    def poll(self) -> None:
+        """Take what has arrived on the host, and start to copy the rest."""
+        self.values.poll()
+        self.weights.poll()
+
+    def extend(self, values: Iterable[float], weights: Iterable[float]) -> None:
+        """Add the numbers and weights of a `state_dict`."""
+        for value, weight in zip(values, weights, strict=True):
+            self.append(value, weight)
+
+    def pairs(self) -> list[tuple[float, float]]:
+        """Return each number with its weight. A host-device sync."""
+        return list(zip(self.values.all(), self.weights.all(), strict=True))
+
+    def sums(self) -> tuple[float, float]:
+        """Return the sum of the numbers times their weights, and the sum of the weights. A host-device sync."""
+        # Where the weight is 0, the number may be the mean of nothing, a NaN.
+        counted = [(value, weight) for value, weight in self.pairs() if weight]
+        return sum(value * weight for value, weight in counted), sum(weight for _, weight in counted)
+
+    def state_dict(self) -> dict[str, list[float]]:
+        """Return the numbers and weights, as `extend` takes them. A host-device sync."""
+        return {"values": list(self.values.all()), "weights": list(self.weights.all())}
 
 
 def _to_floats(values: Sequence[float | Tensor]) -> list[float]:

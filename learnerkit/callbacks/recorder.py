@@ -5,7 +5,7 @@ import json
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import compress, zip_longest
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ from learnerkit.callback import Callback
 from learnerkit.data.batches import in_float32
 from learnerkit.data.show import pyplot
 from learnerkit.explain import explain_metric
-from learnerkit.host_scalars import HostScalars
+from learnerkit.host_scalars import WeighedScalars
 from learnerkit.losses import check_predictions, counted_parts
 from learnerkit.marks import collective
 from learnerkit.metrics import DEPENDS_ON_CUT, AccumMetric, Meter, check_columns, make_meters, weighted_mean
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
     from learnerkit.learner import Learner
 
 
-class LossMeter:
-    """The losses of batches and their counts; nothing waits for the device until they are read.
+class LossMeter(WeighedScalars):
+    """The losses of batches, weighed by their counts.
 
     Args:
         parts: the names of the losses that have a separate count.
     """
 
     def __init__(self, parts: Iterable[str] = ()) -> None:
-        self.parts = {name: LossMeter() for name in parts}
-        self.losses, self.counts = HostScalars(), HostScalars()
+        super().__init__()
+        self.parts = {name: WeighedScalars() for name in parts}
         self.cancelled: list[bool] = []  # whether each batch was cancelled before its loss
         self.steps = 0  # up to the last step in which this rank had samples
 
@@ -52,29 +52,26 @@ class LossMeter:
             loss, count = 0.0, 0
         self.cancelled.append(cancelled)
         # On the CPU the number is read at once, which is faster than keeping the tensor.
-        self.losses.append(loss.item() if type(loss) is Tensor and loss.is_cpu else loss)
-        self.counts.append(count)
+        self.values.append(loss.item() if type(loss) is Tensor and loss.is_cpu else loss)
+        self.weights.append(count)
         if learn.batch_size:
             self.steps = len(self.cancelled)
         if self.parts:
             for name, (value, n) in counted_parts(learn).items():
-                self.parts[name].losses.append(value)
-                self.parts[name].counts.append(n)
+                self.parts[name].append(value, n)
         if not learn.iter % 1024:  # otherwise they would pile up on the device
-            for meter in (self, *self.parts.values()):
-                meter.losses.poll()
-                meter.counts.poll()
+            self.poll()
 
     def on_host(self) -> list[float | None]:
         """Return the losses that have arrived on the host, `None` where nothing was counted; never waits."""
-        return [loss if n else None for loss, n in zip(self.losses.poll(), self.counts.poll(), strict=False)]
+        return [loss if n else None for loss, n in zip(self.values.poll(), self.weights.poll(), strict=False)]
 
     @collective
     def totals(self, sums: bool, sharded: bool) -> tuple[list[float], list[float], list[bool]]:
         """Return total losses, counts and cancels of each batch; if `sharded`, of each step over all ranks."""
-        counts = self.counts.all()
+        counts = self.weights.all()
         # Where the count is 0 the loss may be the mean of nothing, a NaN.
-        totals = [(loss if sums else loss * n) if n else 0.0 for loss, n in zip(self.losses.all(), counts, strict=True)]
+        totals = [(loss if sums else loss * n) if n else 0.0 for loss, n in self.pairs()]
         if sharded:
             # A rank that has left training early, or whose data have ended, lacks the last steps. Where those of all
             # have ended, an accumulated step may have gone on. Every rank must reach this.
@@ -89,43 +86,43 @@ class LossMeter:
     def state_dict(self) -> dict[str, Any]:
         """Return the losses and counts of this rank. A host-device sync."""
         return {
-            "losses": list(self.losses.all()), "counts": list(self.counts.all()), "cancelled": list(self.cancelled),
-            "steps": self.steps, "parts": {name: part.state_dict() for name, part in self.parts.items()},
+            "losses": super().state_dict(), "cancelled": list(self.cancelled), "steps": self.steps,
+            "parts": {name: part.state_dict() for name, part in self.parts.items()},
         }  # fmt: skip
 
-    @classmethod
-    def of_ranks(cls, ranks: list[dict[str, Any]], sums: bool) -> "LossMeter":
-        """Make a meter from the state of one rank, or from the sums over the states of several."""
-        meter = cls()
-        for name in ranks[0].get("parts", ()):
-            meter.parts[name] = cls.of_ranks([rank["parts"][name] for rank in ranks], sums=False)
-        meter.steps = max((rank["steps"] for rank in ranks), default=0)
-        meter.cancelled = [all(each) for each in zip_longest(*(rank["cancelled"] for rank in ranks), fillvalue=True)]
-        pairs = zip(ranks[0]["losses"], ranks[0]["counts"], strict=True) if len(ranks) == 1 else _summed(ranks, sums)
-        for loss, count in pairs:
-            meter.losses.append(float(loss))
-            meter.counts.append(float(count))
-        return meter
+    def load_ranks(self, ranks: list[dict[str, Any]], sums: bool, counted: bool) -> None:
+        """Restore the state of one rank, or the sums over the states of several.
+
+        Args:
+            ranks: the states; this meter is new.
+            sums: the losses are sums.
+            counted: this rank counts them; otherwise it has the same steps, with counts of 0.
+        """
+        self.steps = max(rank["steps"] for rank in ranks)
+        self.cancelled = [all(each) for each in zip_longest(*(rank["cancelled"] for rank in ranks), fillvalue=True)]
+        states = [rank["losses"] for rank in ranks]
+        pairs = (zip(state["values"], state["weights"], strict=True) for state in states)
+        for step in zip_longest(*pairs, fillvalue=(0.0, 0.0)):
+            (loss, count), *others = step
+            if others:
+                count = sum(n for _, n in step)
+                total = sum(each if sums else each * n for each, n in step if n)  # A mean of nothing may be NaN.
+                loss = total if sums or not count else total / count
+            self.append(loss, count if counted else 0.0)
+        for name, part in self.parts.items():
+            for rank in ranks if counted else ():
+                part.extend(**rank["parts"][name])
 
     @collective
     def mean(self, sums: bool, sharded: bool) -> float:
         """Return the mean over everything counted, on all ranks if `sharded`; with parts, the sum of their means."""
         if self.parts:
-            sums_of_parts = [[*map(sum, part.totals(False, sharded=False)[:2])] for part in self.parts.values()]
-            rows = torch.tensor(sums_of_parts, dtype=torch.float64)
+            rows = torch.tensor([part.sums() for part in self.parts.values()], dtype=torch.float64)
             rows = distributed.reduce(rows) if sharded else rows
             total, count = rows[rows[:, 1] != 0].T  # Parts that counted nothing have no mean.
             return (total / count).sum().item() if len(count) else math.nan
         totals, counts, _ = self.totals(sums, sharded=False)
         return weighted_mean(sum(totals), sum(counts), sharded)
-
-
-def _summed(ranks: list[dict[str, Any]], sums: bool) -> Iterator[tuple[float, float]]:
-    """Return the loss and the count of each step over several ranks, of which some may have taken fewer steps."""
-    for step in zip_longest(*(zip(rank["losses"], rank["counts"], strict=True) for rank in ranks), fillvalue=(0, 0)):
-        count = sum(n for _, n in step)
-        total = sum(loss if sums else loss * n for loss, n in step if n)  # A mean of nothing may be NaN.
-        yield (total if sums or not count else total / count), count
 
 
 class Evaluation:
@@ -213,10 +210,11 @@ class Evaluation:
         meters = [] if self._is_fresh else [meter.state_dict() for meter in self.meters]
         return self.loss.state_dict() | {"batches": self.batches, "meters": meters}
 
-    def load_state_dict(self, ranks: list[dict[str, Any]]) -> None:
-        """Restore the state of one rank; from the states of several ranks, only the losses."""
-        self.loss = LossMeter.of_ranks(ranks, self.weighting.sums)
-        meters = ranks[0]["meters"] if len(ranks) == 1 else []
+    def load_ranks(self, ranks: list[dict[str, Any]], counted: bool) -> None:
+        """Restore the state of one rank; from the states of several ranks, only the losses, as `LossMeter` does."""
+        self.loss = LossMeter(self.weighting.parts)
+        self.loss.load_ranks(ranks, self.weighting.sums, counted)
+        meters = ranks[0]["meters"] if len(ranks) == 1 and counted else []
         self._is_fresh = True
         if meters:
             self._begin()
@@ -380,9 +378,7 @@ class Recorder(Callback):
         self._table: list[dict[str, Any]] = []  # the rows by column
         self.final_record: list[float] = []
         self.metric_names: list[str] = []
-        self._row_columns: list[list[str]] = []  # the columns of each row, as logged metrics may differ
-        self.logged: dict[str, HostScalars] = {}
-        self._weights: dict[str, HostScalars] = {}  # the weights of the logged values
+        self.logged: dict[str, WeighedScalars] = {}
         self._has_valid_loss = True  # False once the model makes none
         self._train_meters: list[Meter] = []
         self._valid_meters: list[Meter] = []
@@ -402,7 +398,7 @@ class Recorder(Callback):
 
     def _smoothed(self) -> Smoother:
         if self._in_epoch:
-            self._smooth.extend(self._train.loss.losses.all())
+            self._smooth.extend(self._train.loss.values.all())
         return self._smooth
 
     @property
@@ -413,7 +409,7 @@ class Recorder(Callback):
     def recent_losses(self) -> list[float]:
         """Return the smoothed losses that have arrived on the host; never waits for the device."""
         if self._in_epoch:
-            self._smooth.extend(self._train.loss.losses.poll())
+            self._smooth.extend(self._train.loss.values.poll())
             is_fine = not self._smooth.values or math.isfinite(self._smooth.values[-1])
             if not (is_fine or self._told or self._train.sharded):  # Several ranks share their losses later.
                 self._tell_not_finite(self._train.loss.on_host())
@@ -442,11 +438,8 @@ class Recorder(Callback):
         if name not in self.logged:
             if name in (*self._names(), "epoch", "time"):
                 raise ValueError(f"log_metric got {name!r}, which is a column already; choose another name")
-            self.logged[name], self._weights[name] = HostScalars(), HostScalars()
-        for scalars, new in ((self.logged[name], value), (self._weights[name], weight)):
-            scalars.append(new)
-            if not len(scalars) % 1024:  # otherwise they would pile up on the device
-                scalars.poll()
+            self.logged[name] = WeighedScalars()
+        self.logged[name].append(value, weight)
 
     def before_fit(self) -> None:
         if self.values or self.lrs:
@@ -532,12 +525,10 @@ class Recorder(Callback):
         return validation if self._has_valid_loss else validation[1:]
 
     def _write(self, epoch: int | str, values: list[float], logged: dict[str, float]) -> None:
-        columns = self._row_columns[-1] if self._row_columns else []
         # Columns keep the order of the last row.
-        logged = {name: logged[name] for name in (*columns, *logged) if name in logged}
+        logged = {name: logged[name] for name in (*self.metric_names, *logged) if name in logged}
         self.metric_names = ["epoch", *self._names(), *logged, *(["time"] if self.add_time else [])]
         self.final_record = [*values, *logged.values()]
-        self._row_columns.append([*self._names(), *logged])
         self.values.append(self.final_record)
         self.iters.append(len(self.lrs))
         duration = [format_time(time.perf_counter() - self._start_time)] if self.add_time else []
@@ -582,9 +573,7 @@ class Recorder(Callback):
 
     @collective
     def _logged_means(self) -> dict[str, float]:
-        pairs = {name: self._weighed(name) for name in self.logged}
-        # Where the weight is 0, the value may be the mean of nothing, a NaN.
-        own = {name: (sum(v * w for v, w in found if w), sum(w for _, w in found)) for name, found in pairs.items()}
+        own = {name: values.sums() for name, values in self.logged.items()}
         totals, counts = defaultdict[str, float](float), defaultdict[str, float](float)
         # A callback may log on some ranks only, so the names travel with their sums.
         for rank in distributed.all_gather(own) if self._train.sharded else [own]:
@@ -593,42 +582,34 @@ class Recorder(Callback):
                 counts[name] += count
         return {name: total / counts[name] if counts[name] else math.nan for name, total in totals.items()}
 
-    def _weighed(self, name: str) -> list[tuple[float, float]]:
-        return list(zip(self.logged[name].all(), self._weights[name].all(), strict=True))
-
     def state_dict(self) -> dict[str, Any]:
         """Return the record of this fit and the earlier ones, and in 'own' this rank's part of the current epoch."""
-        own = {name: self._weighed(name) for name in self.logged}
+        logged = {name: values.state_dict() for name, values in self.logged.items()}
         return {
             **{name: list(getattr(self, name)) for name in _LISTS},
             "smooth": self._smooth.state_dict(),
             "history": [fit.saved() for fit in self.history],
             "has_valid_loss": self._has_valid_loss,
             "epoch": (self._in_epoch, self._first_batch, time.perf_counter() - self._start_time),
-            "own": {"train": self._train.state_dict(), "logged": own},
+            "own": {"train": self._train.state_dict(), "logged": logged},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the record. On another number of ranks, rank 0 gets the parts of the epoch of all ranks."""
         for name in _LISTS:
             setattr(self, name, list(state[name]))
-        self._row_columns = [list(map(str, names)) for names in self._row_columns]
         self._smooth.load_state_dict(state["smooth"])
         self.history[:] = [PastFit(**(json.loads(fit) if isinstance(fit, str) else fit)) for fit in state["history"]]
         self._has_valid_loss = state["has_valid_loss"]
         self._in_epoch, self._first_batch, seconds = state["epoch"]
         self._start_time = time.perf_counter() - seconds
         ranks = [state["own"]] if "own" in state else state["ranks"]
-        if "own" not in state and not distributed.is_main():
-            ranks = [_without_counts(rank) for rank in ranks]
+        counted = "own" in state or distributed.is_main()
         if "_train" in vars(self):  # Otherwise nothing has run here, and no epoch goes on.
-            self._train.load_state_dict([rank["train"] for rank in ranks])
-        self.logged, self._weights = {}, {}
-        for name, pairs in (item for rank in ranks for item in rank["logged"].items()):
-            values, weights = (all_.setdefault(name, HostScalars()) for all_ in (self.logged, self._weights))
-            for value, weight in pairs:
-                values.append(float(value))
-                weights.append(float(weight))
+            self._train.load_ranks([rank["train"] for rank in ranks], counted)
+        self.logged = {}
+        for name, values in (item for rank in ranks if counted for item in rank["logged"].items()):
+            self.logged.setdefault(name, WeighedScalars()).extend(**values)
 
     def to_frame(self) -> Any:
         """Return the table of the last fit as a pandas frame: its columns, and a row for each of its rows.
@@ -727,11 +708,10 @@ class Recorder(Callback):
         """
         if not distributed.is_main():
             return None
-        names = dict.fromkeys(name for row in self._row_columns for name in row)
-        if not names:
+        if not self._table:
             raise ValueError("the table has no rows yet: plot_metrics shows those of the last fit")
         panels = defaultdict[str, list[str]](list)
-        for name in names:
+        for name in dict.fromkeys(name for row in self._table for name in row if name not in ("epoch", "time")):
             panels[name.removeprefix("train_").removeprefix("valid_")].append(name)
         down, across = math.ceil(len(panels) / 3), min(3, len(panels))
         size = 4 * across, 3 * down
@@ -740,8 +720,7 @@ class Recorder(Callback):
             ax.set_visible(False)
         for ax, (title, curves) in zip(axes.flat, panels.items(), strict=False):
             for name in curves:
-                rows = zip(self.iters, self._row_columns, self.values, strict=True)
-                points = [(step, row[there.index(name)]) for step, there, row in rows if name in there]
+                points = [(n, row[name]) for n, row in zip(self.iters, self._table, strict=True) if name in row]
                 ax.plot(*zip(*points, strict=True), "o-", markersize=4, label=name)
             ax.set(xlabel="step", title=title)
             if len(curves) > 1:
@@ -768,13 +747,7 @@ class Recorder(Callback):
         return plot_lr_find(*self.lr_find_curve, ax=ax)
 
 
-_LISTS = ("values", "_table", "_row_columns", "iters", "lrs", "log", "final_record", "metric_names")
-
-
-def _without_counts(rank: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of a rank with its steps, but as if it had counted nothing in them."""
-    nothing = [0.0] * len(rank["train"]["losses"])
-    return {"train": rank["train"] | {"losses": nothing, "counts": nothing, "meters": []}, "logged": {}}
+_LISTS = ("values", "_table", "iters", "lrs", "log", "final_record", "metric_names")
 
 
 def plot_lr_find(lrs: Sequence[float], losses: Sequence[float], suggestions: dict[str, float], ax: Any = None) -> Any:

@@ -76,7 +76,7 @@ from learnerkit.utils import warn
 
 T = TypeVar("T")
 
-_FORMAT = 2
+_FORMAT = 3
 _MODEL, _STATE = "model.safetensors", "state.json"
 _LATEST = "latest"
 # The index of a sharded model, of which each rank writes some tensors, in the format of transformers.

@@ -194,7 +194,7 @@ class Logger(Callback):
         """Note the rates of the last step, and the numbers of losses and logged values. Never waits for the device."""
         recorder, seen = self.learn.recorder, self._seen
         rates = {"lr": recorder.lrs[-1]} | {name: values[-1] for name, values in recorder.hps.items() if values}
-        now = {name: len(values) for name, values in recorder.logged.items()}
+        now = {name: len(logged.values) for name, logged in recorder.logged.items()}
         logged = {name: (seen.get(name, 0), end) for name, end in now.items() if end > seen.get(name, 0)}
         self._pending.append(_Note(Record(self._before + step, rates, is_row=False), step, logged))
         self._seen, self._noted = now, step
@@ -207,7 +207,7 @@ class Logger(Callback):
             return
         recorder = self.learn.recorder
         losses = recorder.losses if wait else recorder.recent_losses()
-        logged = {name: values.all() if wait else values.poll() for name, values in recorder.logged.items()}
+        logged = {name: each.values.all() if wait else each.values.poll() for name, each in recorder.logged.items()}
         records = []
         for record, n_losses, spans in self._pending:
             if not wait and not (

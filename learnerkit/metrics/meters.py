@@ -14,7 +14,7 @@ from torch import Tensor
 
 from learnerkit import distributed
 from learnerkit.data.batches import gather_nested, on_host, with_rows
-from learnerkit.host_scalars import HostScalars
+from learnerkit.host_scalars import WeighedScalars
 from learnerkit.marks import collective
 from learnerkit.metrics import libraries
 from learnerkit.metrics.by_name import OWN, OfTorchmetrics
@@ -257,7 +257,7 @@ class MeanMeter(Meter):
         self._share = None if share is None else partial(share, **{"loss_func": loss_func} | options)
 
     def reset(self) -> None:
-        self.values, self.sizes = HostScalars(), HostScalars()
+        self._means = WeighedScalars()
 
     def _weighed(self, size: int, pred: Any, targets: tuple) -> tuple[Any, int | Tensor]:
         "Return the mean of a batch, and its weight."
@@ -267,11 +267,7 @@ class MeanMeter(Meter):
         """Add the mean of a batch; it stays on the device."""
         value, weight = self._weighed(size, _detached(pred), targets)
         is_scalar = isinstance(value, Tensor) and value.ndim == 0
-        self.values.append(value.detach() if is_scalar else self.scalar(value))
-        self.sizes.append(weight)
-        if not len(self.sizes) % 1024:
-            self.values.poll()
-            self.sizes.poll()
+        self._means.append(value.detach() if is_scalar else self.scalar(value), weight)
 
     def depends_on_cut(self, size: int, pred: Any, targets: tuple) -> bool:
         def mean(batches: list) -> float:
@@ -281,19 +277,14 @@ class MeanMeter(Meter):
         return _differs(mean, size, (_detached(pred), *targets))
 
     def state_dict(self) -> dict[str, Any]:
-        return {"values": list(self.values.all()), "sizes": list(self.sizes.all())}
+        return self._means.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for value, size in zip(state["values"], state["sizes"], strict=True):
-            self.values.append(value)
-            self.sizes.append(size)
+        self._means.extend(**state)
 
     @collective
     def result(self, sharded: bool) -> float:
-        sizes = self.sizes.all()
-        # Where nothing was counted, the value is the mean of nothing, a NaN.
-        total = sum(value * size for value, size in zip(self.values.all(), sizes, strict=True) if size)
-        return weighted_mean(total, sum(sizes), sharded)
+        return weighted_mean(*self._means.sums(), sharded)
 
 
 @collective
