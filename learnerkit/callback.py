@@ -328,7 +328,7 @@ class Dispatch:
 
     def _hook(self, cb: Callback, event: str) -> Callable[[], None]:
         hook = getattr(cb, event)
-        guarded = cb.rank0_only and distributed.world_size() > 1 and vars(type(cb)).get("_guarded", True)
+        guarded = cb.rank0_only and distributed.world_size() > 1 and not is_ours(type(cb))
         return distributed.no_collectives(f"{cb!r}.{event}")(hook) if guarded else hook
 
     def _enter(self, cb: Callback, level: str) -> None:

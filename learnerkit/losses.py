@@ -56,13 +56,16 @@ def loss_name(loss_func: Any) -> str:
 
 def is_cross_entropy(loss_func: Any) -> bool:
     """Tell whether the targets are classes, so that `argmax` over dimension 1 decodes a prediction."""
-    return is_one_of(loss_func, (nn.CrossEntropyLoss, nn.NLLLoss, F.cross_entropy, F.nll_loss))
+    return is_one_of(loss_func, (nn.CrossEntropyLoss, F.cross_entropy, *NLL))
 
 
-_OF_NUMBERS = (
+ELEMENTWISE = (
     nn.MSELoss, F.mse_loss, nn.L1Loss, F.l1_loss, nn.SmoothL1Loss, F.smooth_l1_loss, nn.HuberLoss, F.huber_loss,
 )  # fmt: skip
+"""Losses that compare predictions and targets element by element."""
 
+NLL = (nn.NLLLoss, F.nll_loss)
+"""Losses that take logarithms of probabilities."""
 
 BINARY_LOGITS = (nn.BCEWithLogitsLoss, F.binary_cross_entropy_with_logits)
 BINARY_SHARES = (nn.BCELoss, F.binary_cross_entropy)
@@ -80,8 +83,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 _KNOWN: tuple[tuple[tuple, str, str | None], ...] = (
     ((nn.CrossEntropyLoss, F.cross_entropy), "argmax", "softmax"),
-    ((nn.NLLLoss, F.nll_loss), "argmax", "exp"),
-    (_OF_NUMBERS, "itself", None),
+    (NLL, "argmax", "exp"),
+    (ELEMENTWISE, "itself", None),
     (BINARY_LOGITS, "above 0", "sigmoid"),
     (BINARY_SHARES, "above 0.5", "itself"),
 )  # torch's losses, with the names of their entries in `DECODINGS` and in `ACTIVATIONS`
@@ -510,14 +513,8 @@ def _count_classes(weight: Tensor | None, ignore_index: int, target: Any, *rest:
 
 # The first batch of a fit
 
-_NLL = (nn.NLLLoss, F.nll_loss)
 _ONLY_SHAPE = ("View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Transpose", "Permute", "T", "ToCopy",
                "Clone", "Alias")  # fmt: skip
-
-
-def is_nll(loss_func: Any) -> bool:
-    """Tell whether a loss takes logarithms of probabilities."""
-    return is_one_of(loss_func, _NLL)
 
 
 def sum_to_one(pred: Tensor) -> bool:
@@ -544,7 +541,7 @@ def repeated(loss_func: Any, pred: Any) -> tuple[str, str]:
     if made == "Sigmoid" and is_one_of(loss_func, BINARY_LOGITS):
         return f"a sigmoid before {name}? It takes raw scores and does that itself", "leave the sigmoid out"
     if made == "Softmax" and is_cross_entropy(loss_func) and pred.ndim > 1 and sum_to_one(pred):
-        if is_nll(loss_func):
+        if is_one_of(loss_func, NLL):
             return f"a softmax before {name}? It takes logarithms", "end the model with LogSoftmax(1)"
         return f"a softmax before {name}? It takes raw scores and does that itself", "leave the softmax out"
     return "", ""
@@ -586,7 +583,7 @@ def _has_nan(part: Any) -> bool:
 def look_at_first_batch(learn: "Learner") -> None:
     """Warn of likely mistakes, before the loss of a fit's first batch. A host-device sync, once in a fit.
 
-    ValueError: targets of classes that the loss does not have, which would make a CUDA device unusable.
+    Raises:
         ValueError: classes that the loss does not have, which would make a CUDA device unusable for this process.
     """
     loss_func, pred = learn.loss_func, learn.pred
@@ -609,12 +606,6 @@ def look_at_first_batch(learn: "Learner") -> None:
 
 
 # The loss of a batch
-
-ELEMENTWISE = (
-    nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss,
-    F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss,
-)  # fmt: skip
-"""Losses that compare predictions and targets element by element."""
 
 
 def fire_after_loss(learn: "Learner") -> None:

@@ -841,14 +841,18 @@ def test_what_was_recorded_of_parts_goes_on_after_a_break_and_on_one_rank_after_
     for values in ([1.0, 2.0], [3.0]):
         meter = LossMeter(["a", "b"])
         for value in values:
-            meter.parts["a"].losses.append(value)
-            meter.parts["a"].counts.append(2 * value)
+            meter.parts["a"].append(value, 2 * value)
         ranks.append(meter.state_dict())
-    one = LossMeter.of_ranks(ranks[:1], sums=False)
+
+    def restored(states):
+        meter = LossMeter(["a", "b"])
+        meter.load_ranks(states, sums=False, counted=True)
+        return meter
+
+    one = restored(ranks[:1])
     assert one.state_dict() == ranks[0]
     assert one.mean(False, False) == (1 * 2 + 2 * 4) / 6  # of `b` there is nothing
-    both = LossMeter.of_ranks(ranks, sums=False)
-    assert both.mean(False, False) == pytest.approx((1 * 2 + 2 * 4 + 3 * 6) / 12)
+    assert restored(ranks).mean(False, False) == pytest.approx((1 * 2 + 2 * 4 + 3 * 6) / 12)
 
 
 def test_a_part_that_counts_nothing_is_left_out():

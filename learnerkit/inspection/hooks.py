@@ -134,7 +134,6 @@ class ActivationStats(Callback):
     run_valid = False
     only_fit = True
     rank0_only = True
-    _guarded = False  # Its hooks do not communicate, as those of ProgressCallback.
 
     def __init__(self, modules: Any = None, every: int | None = None, with_hist: bool = False) -> None:
         super().__init__()

@@ -28,7 +28,6 @@ class CSVLogger(Logger):
     """
 
     order = 102  # after ValidateEvery has added its row
-    _guarded = False
 
     def __init__(self, fname: str | Path = "history.csv", append: bool = False) -> None:
         super().__init__(every=None)
@@ -102,8 +101,6 @@ class JSONLogger(Logger):
     Raises:
         TypeError, ValueError: arguments that cannot work.
     """
-
-    _guarded = False
 
     def __init__(self, fname: str | Path = "history.jsonl", every: int = 1, config: Any = None) -> None:
         super().__init__(every, config)

@@ -43,8 +43,6 @@ class TensorBoardCallback(Tracker):
         TypeError, ValueError: arguments that cannot work.
     """
 
-    _guarded = False
-
     def __init__(
         self, log_dir: str | Path | None = None, every: int = 1, plots: bool = False, config: Any = None,
         log_model: None = None, log_files: tuple[()] = (),
@@ -114,10 +112,23 @@ def _has_row(folder: str, step: int) -> bool:
 
 
 class _Service(Tracker):
-    """A tracker whose run stays open between fits; one that the user has opened is used, and not closed."""
+    """A tracker whose run stays open between fits; one that the user has opened is used, and not closed.
 
-    _guarded = False
+    Args:
+        every, plots, config, log_model, log_files: as in `Tracker`.
+        init: for the function that begins a run.
+    """
+
     _may_lose_config = True
+    _package: str
+    _extra: str
+
+    def __init__(
+        self, every: int = 10, plots: bool = False, config: Any = None, log_model: str | None = None,
+        log_files: Files = (), **init: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(self._package, self._extra, every, plots, config, log_model, log_files)
+        self.init = init
 
     def _active(self) -> Any:
         """Return the run that is open in this process, or `None`."""
@@ -183,15 +194,7 @@ class WandbCallback(_Service):
         TypeError, ValueError: arguments that cannot work.
     """
 
-    _guarded = False
-
-    def __init__(
-        self, every: int = 10, plots: bool = False, config: Any = None, log_model: str | None = None,
-        log_files: Files = (), **init: Any,
-    ) -> None:  # fmt: skip
-        super().__init__("wandb", "wandb", every, plots, config, log_model, log_files)
-        self.init = init
-        self._charted: set[str] = set()
+    _package = _extra = "wandb"
 
     def _active(self) -> Any:
         import wandb
@@ -211,7 +214,7 @@ class WandbCallback(_Service):
     def _open(self) -> Any:
         run = super()._open()
         run.define_metric("step", hidden=True)
-        self._charted = set()
+        self._charted = set[str]()
         return run
 
     def _write_config(self, config: dict[str, Any]) -> None:
@@ -258,21 +261,14 @@ class CometCallback(_Service):
         log_model: the name for `learn.export` of the model that is logged at the end of each fit, whose suffix is the
             format: "model.safetensors", "model.pt2", "model.onnx".
         log_files: paths, or patterns such as "configs/*.yaml", of files that are logged at the end of each fit.
-        start: for `comet_ml.start`: `project_name="digits"`, `online=False`.
+        init: for `comet_ml.start`: `project_name="digits"`, `online=False`.
 
     Raises:
         ImportError: comet_ml is not installed.
         TypeError, ValueError: arguments that cannot work.
     """
 
-    _guarded = False
-
-    def __init__(
-        self, every: int = 10, plots: bool = False, config: Any = None, log_model: str | None = None,
-        log_files: Files = (), **start: Any,
-    ) -> None:  # fmt: skip
-        super().__init__("comet_ml", "comet", every, plots, config, log_model, log_files)
-        self.start = start
+    _package, _extra = "comet_ml", "comet"
 
     def _active(self) -> Any:
         import comet_ml
@@ -287,7 +283,7 @@ class CometCallback(_Service):
         import comet_ml
 
         known = {} if self._id is None else {"experiment_key": self._id, "mode": "get_or_create"}
-        return comet_ml.start(**self.start | known)
+        return comet_ml.start(**self.init | known)
 
     def _end(self, run: Any) -> None:
         run.end()
@@ -337,15 +333,12 @@ class MLflowCallback(Tracker):
         TypeError, ValueError: arguments that cannot work.
     """
 
-    _guarded = False
-
     def __init__(
         self, experiment: str | None = None, run_name: str | None = None, every: int = 10, plots: bool = False,
         config: Any = None, log_model: str | None = None, log_files: Files = (),
     ) -> None:  # fmt: skip
         super().__init__("mlflow", "mlflow", every, plots, config, log_model, log_files)
         self.experiment, self.run_name = experiment, run_name
-        self._is_own = False
 
     @property
     def name(self) -> str:
@@ -439,14 +432,13 @@ class TrackioCallback(_Service):
         TypeError, ValueError: arguments that cannot work.
     """
 
-    _guarded = False
+    _package = _extra = "trackio"
 
     def __init__(
         self, project: str, every: int = 10, plots: bool = False, config: Any = None, log_model: str | None = None,
         log_files: Files = (), **init: Any,
     ) -> None:  # fmt: skip
-        super().__init__("trackio", "trackio", every, plots, config, log_model, log_files)
-        self.init: dict[str, Any] = {"project": project, "embed": False} | init
+        super().__init__(every, plots, config, log_model, log_files, **{"project": project, "embed": False} | init)
 
     def _forget(self) -> None:
         super()._forget()

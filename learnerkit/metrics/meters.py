@@ -329,15 +329,61 @@ class GatheringMeter(Meter):
         return bool(batches)
 
 
-class StatesMeter(Meter):
+class _CombiningMeter(Meter):
+    """The base of meters of objects that get the states of all ranks, and those of this rank for further updates."""
+
+    def reset(self) -> None:
+        super().reset()
+        self._has_seen = False
+        self._own: Any = None  # this rank's states, while the object has those of all
+
+    def update(self, place: int, size: int, pred: Any, targets: tuple) -> None:
+        """Update the metric."""
+        self._put_back()
+        super().update(place, size, pred, targets)
+        self._has_seen = True
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": self._read(), "seen": self._has_seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._has_seen = state["seen"]
+        self._restore(state["state"])
+
+    @collective
+    def result(self, sharded: bool) -> float | dict[str, float]:
+        self._put_back()
+        if sharded and distributed.world_size() > 1:
+            self._own = self._read()
+            self._combine()
+        return self.value(sharded)
+
+    def _put_back(self) -> None:
+        if self._own is not None:
+            self._restore(self._own)
+            self._own = None
+
+    def _read(self) -> Any:
+        """Return the object's states."""
+        raise NotImplementedError
+
+    def _restore(self, state: Any) -> None:
+        """Give the object states that `_read` has returned."""
+        raise NotImplementedError
+
+    @collective
+    def _combine(self) -> None:
+        """Give the object the states of all ranks."""
+        raise NotImplementedError
+
+
+class StatesMeter(_CombiningMeter):
     """A meter of an object with declared states, ours or torchmetrics': combines them over the ranks."""
 
     def reset(self) -> None:
         super().reset()
         self._holders = holders_of(self.metric)
         self._places: dict[tuple[int, str], list] = {}  # the places of the items of list states
-        self._own: list[dict] | None = None  # this rank's states, while the object has those of all
-        self._has_seen = False
         self._of_this_rank()
 
     def _of_this_rank(self) -> None:
@@ -345,9 +391,7 @@ class StatesMeter(Meter):
 
     def update(self, place: int, size: int, pred: Any, targets: tuple) -> None:
         """Update the metric, and note the place of each new item of a list."""
-        self._put_back()
         super().update(place, size, pred, targets)
-        self._has_seen = True
         if distributed.world_size() > 1:
             self._note_places(place)
 
@@ -374,38 +418,28 @@ class StatesMeter(Meter):
 
         return isinstance(self.metric, Metric) and _differs(value, size, (_detached(pred), *targets))
 
-    @collective
-    def result(self, sharded: bool) -> float | dict[str, float]:
-        self._put_back()
-        if sharded and distributed.world_size() > 1:
-            self._own, self._counts = self._read()
-            combine_states(self._holders, self._places, self._has_seen)
-        return self.value(sharded)
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"places": self._places}
 
-    def _read(self) -> tuple[list[dict], list[int]]:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._places = state["places"]
+
+    def _read(self) -> Any:
         counts = [libraries.update_count(metric) for metric in known_torchmetrics(self._holders)]
         return [holder.read() for holder in self._holders], counts
 
-    def state_dict(self) -> dict[str, Any]:
-        states, counts = self._read()
-        return {"states": states, "counts": counts, "places": self._places, "seen": self._has_seen}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._own, self._counts = state["states"], state["counts"]
-        self._put_back()
-        self._places, self._has_seen = state["places"], state["seen"]
-
-    def _put_back(self) -> None:
-        """Restore this rank's states in the object, to which further updates add."""
-        if self._own is None:
-            return
-        for holder, states in zip(self._holders, self._own, strict=True):
+    def _restore(self, state: Any) -> None:
+        for holder, states in zip(self._holders, state[0], strict=True):
             for name, value in states.items():
                 setattr(holder.object, name, value)
-        for metric, count in zip(known_torchmetrics(self._holders), self._counts, strict=True):
+        for metric, count in zip(known_torchmetrics(self._holders), state[1], strict=True):
             libraries.note_new_states(metric, count)
-        self._own = None
         self._of_this_rank()
+
+    @collective
+    def _combine(self) -> None:
+        combine_states(self._holders, self._places, self._has_seen)
 
 
 class NamedMeter(StatesMeter):
@@ -425,66 +459,30 @@ class NamedMeter(StatesMeter):
         super().update(place, size, *self._given(pred, *targets))
 
 
-class MergingMeter(Meter):
+class MergingMeter(_CombiningMeter):
     """A meter of an object that can merge the states of others (torcheval's `merge_state`)."""
 
-    def reset(self) -> None:
-        super().reset()
-        self._has_seen, self._own = False, None
+    def _read(self) -> Any:
+        return self.metric.state_dict() if libraries.is_torcheval(self.metric) else dict(vars(self.metric))
 
-    def update(self, place: int, size: int, pred: Any, targets: tuple) -> None:
-        """Update the metric."""
-        self._put_back()
-        super().update(place, size, pred, targets)
-        self._has_seen = True
-
-    def state_dict(self) -> dict[str, Any]:
-        known = libraries.is_torcheval(self.metric)
-        return {"state": self.metric.state_dict() if known else dict(vars(self.metric)), "seen": self._has_seen}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._has_seen = state["seen"]
+    def _restore(self, state: Any) -> None:
         if libraries.is_torcheval(self.metric):
-            _loaded(self.metric, state["state"])
+            _loaded(self.metric, state)
         else:
-            vars(self.metric).update(state["state"])
+            vars(self.metric).update(state)
 
     @collective
-    def result(self, sharded: bool) -> float | dict[str, float]:
-        if sharded and distributed.world_size() > 1:
-            self._put_back()
-            self._merge()
-        return self.value(sharded)
-
-    @collective
-    def _merge(self) -> None:
+    def _combine(self) -> None:
         is_known = libraries.is_torcheval(self.metric)
-        mine = on_host(self.metric.state_dict()) if is_known else self.metric
+        mine = on_host(self._own) if is_known else self.metric
         everyone = distributed.all_gather((self._has_seen, mine))
-        self._own = everyone[distributed.rank()][1]  # each rank gets a copy of the object, as it was sent
-        first, *rest = [state for has_seen, state in everyone if has_seen] or [self._own]
+        first, *rest = [state for has_seen, state in everyone if has_seen] or [mine]
         if is_known:
             others = [_loaded(copy.deepcopy(self.metric), state) for state in rest]
             _loaded(self.metric, first).merge_state(others)
         else:
             first = copy.deepcopy(first)
-            self._take(first.merge_state(rest) or first)
-
-    def _put_back(self) -> None:
-        """Restore this rank's states in the object, to which further updates add."""
-        if self._own is not None:
-            if libraries.is_torcheval(self.metric):
-                _loaded(self.metric, self._own)
-            else:
-                self._take(self._own)
-            self._own = None
-
-    def _take(self, other: Any) -> None:
-        """Put another object's states into the user's own."""
-        if hasattr(other, "__dict__"):
-            vars(self.metric).update(vars(other))
-        else:
-            self.metric = other
+            self._restore(vars(first.merge_state(rest) or first))
 
 
 def _loaded(metric: Any, state: dict) -> Any:

@@ -337,10 +337,10 @@ def judge_prediction(loss_func: Any, pred: Any) -> list[Finding]:
     if not hint and scores and losses.is_cross_entropy(loss_func):
         if pred.shape[1] == 1:
             hint, advice = "a single class, whose loss is always 0", "for two classes use BCEWithLogitsLoss"
-        elif losses.is_nll(loss_func) and not losses.sum_to_one(pred.exp()):
+        elif losses.is_one_of(loss_func, losses.NLL) and not losses.sum_to_one(pred.exp()):
             hint = "not logarithms of probabilities"
             advice = "end the model with LogSoftmax(1), or use CrossEntropyLoss"
-        elif not losses.is_nll(loss_func) and losses.sum_to_one(pred):
+        elif not losses.is_one_of(loss_func, losses.NLL) and losses.sum_to_one(pred):
             hint = "a softmax before CrossEntropyLoss? It takes raw scores and does that itself"
             advice = "leave the softmax out"
     if hint:
