@@ -41,9 +41,9 @@ class _Averaging(Callback):
         self._forget()
 
     def _forget(self) -> None:
-        self._own: dict[str, Tensor] = {}  # the tensors to average; empty if there are none
-        self._homes: dict[str, Tensor] = {}  # the tensors of `module` that get the averages
-        self._average: dict[str, Tensor] = {}  # filled when training begins
+        self._own: dict[str, Tensor] = {}  # the tensors to average, once training has begun
+        self._average: dict[str, Tensor] = {}  # their averages
+        self._loaded: dict[str, Tensor] = {}  # averages of a checkpoint that was loaded before that
         self._groups: list[tuple[list[Tensor], list[Tensor]]] = []  # (averages, tensors) by device and dtype
         self._copies: list[tuple[Tensor, Tensor]] = []  # (tensor, average) if they do not share memory
         self._kept: list[tuple[Tensor, Tensor]] | None = None  # the weights, while the model has the average
@@ -60,42 +60,21 @@ class _Averaging(Callback):
                 "average: use one of them"
             )
         self.n_averaged = 0
-        # These are the tensors themselves, which stay the same if norm layers are replaced.
-        self._own = self._chosen(unwrap(learn.model))
         learn.as_validated = self._in_model
 
-    def _chosen(self, model: nn.Module) -> dict[str, Tensor]:
-        "Return the tensors to average, by name."
+    def _chosen(self) -> dict[str, tuple[Tensor, Tensor]]:
+        "Return the tensors to average by name, each with the tensor that gets the average: mostly itself."
         raise NotImplementedError
 
     def before_train(self) -> None:
-        if self._own:
-            self._divide()
-            self._begin()  # By now a checkpoint may be loaded, and rank 0's weights are broadcast.
-
-    def _divide(self) -> None:
-        "Replace the tensors by their shards if the model has been sharded, and shard a loaded average like them."
-        if self.learn.shards is None or any(map(is_shard, self._own.values())):
-            return
-        old = self._average
-        self._average = {}
-        self._copies = []
-        self._take_again()
-        if old:
-            self._begin()
-            for name, value in old.items():
-                put(self._average[name], value)
-
-    def _take_again(self) -> None:
-        "Take the tensors from the model again, which has been sharded."
-        self._own = self._chosen(unwrap(self.learn.model))
+        if self.learn.task == "fit" or self.module is not None:
+            self._begin()  # By now the model is wrapped or sharded, and rank 0's weights are broadcast.
 
     def _begin(self) -> None:
-        if self._average:
-            return
+        "Begin with the values of the tensors, or with those of a checkpoint."
         by_kind: dict[tuple, tuple[list[Tensor], list[Tensor]]] = {}
-        for name, t in self._own.items():
-            home = self._homes.get(name, t)
+        for name, (t, home) in {} if self._own else self._chosen().items():
+            self._own[name] = t
             # In half precision small changes of an average would be lost.
             exact = torch.float32 if home.is_floating_point() and home.itemsize < 4 else home.dtype
             average = self._average[name] = home.detach().to(exact, copy=home is t)
@@ -105,7 +84,10 @@ class _Averaging(Callback):
                 averages, own = by_kind.setdefault((average.device, average.dtype, t.dtype), ([], []))
                 averages.append(local(average))
                 own.append(local(t))
-        self._groups = list(by_kind.values())
+        self._groups = self._groups or list(by_kind.values())
+        for name, value in self._loaded.items():
+            put(self._average[name], value)
+        self._loaded = {}
 
     def _update(self, average: Callable) -> None:
         "Update the average with the current weights. No host-device sync."
@@ -134,6 +116,7 @@ class _Averaging(Callback):
         "Put the average into the model's tensors, in place: optimizers, DDP and compiled code refer to them."
         self._users += 1
         if self._users == 1 and self.n_averaged and self.module is None:
+            self._begin()
             self._kept = [(t, t.clone()) for t, _ in self._copies]
             self._write()
 
@@ -152,6 +135,7 @@ class _Averaging(Callback):
     @torch.no_grad()
     def after_fit(self) -> None:
         if self.n_averaged and self.module is None:
+            self._begin()
             self._write()
         self._forget()  # A file that is saved from now on has the model's own weights.
 
@@ -163,11 +147,10 @@ class _Averaging(Callback):
         return {"n": self.n_averaged, "average": dict(self._average) if self.n_averaged else {}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the average."""
-        self.n_averaged = state["n"]
-        self._begin()
-        for name, value in state["average"].items():
-            put(self._average[name], value)
+        """Restore the average: if training has not begun, when it does."""
+        self.n_averaged, self._loaded = state["n"], state["average"]
+        if self._own:
+            self._begin()
 
 
 class EMA(_Averaging):
@@ -265,10 +248,7 @@ class EMA(_Averaging):
                 "EMA(module=...) writes averages into parameters of the same names and shapes, and those of "
                 f"{type(source).__name__} and {type(target).__name__} {how}: of= says which module is averaged"
             )
-        floats = {name: t for name, t in own.items() if t.is_floating_point() or t.is_complex()}
-        self._own = {name: t for name, t in floats.items() if homes[name] is not t}
-        self._homes = {name: homes[name] for name in self._own}
-        self._frozen = [t for t in self._homes.values() if t.requires_grad]
+        self._frozen = [home for _, home in self._chosen().values() if home.requires_grad]
         for t in self._frozen:
             t.requires_grad_(False)
         if beside := self._beside():
@@ -286,24 +266,23 @@ class EMA(_Averaging):
         named = (*module.named_parameters(), *module.named_buffers())
         return {name: t.detach() for name, t in named if id(t) not in known}
 
-    def _chosen(self, model: nn.Module) -> dict[str, Tensor]:
-        model = model if self.of is None else unwrap(self.of)
-        named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        return {name: t for name, t in named.items() if t.is_floating_point() or t.is_complex()}
-
-    def _take_again(self) -> None:
+    def _chosen(self) -> dict[str, tuple[Tensor, Tensor]]:
+        source = unwrap(self.learn.model if self.of is None else self.of)
+        named: dict[str, Tensor] = dict(source.named_parameters())
         if self.module is None:
-            super()._take_again()
-            return
-        for tensors, module in ((self._own, self.of or self.learn.model), (self._homes, self.module)):
-            named = dict(unwrap(module).named_parameters())
-            tensors.update({name: named[name] for name in tensors})
-        if apart := [name for name, t in self._own.items() if is_shard(t) is not is_shard(self._homes[name])]:
+            named |= dict(source.named_buffers())
+        floats = {name: t for name, t in named.items() if t.is_floating_point() or t.is_complex()}
+        if self.module is None:
+            return {name: (t, t) for name, t in floats.items()}
+        homes: dict[str, Tensor] = dict(unwrap(self.module).named_parameters())
+        pairs = {name: (t, homes[name]) for name, t in floats.items() if homes[name] is not t}
+        if apart := [name for name, (t, home) in pairs.items() if is_shard(t) is not is_shard(home)]:
             raise ValueError(
                 "EMA(module=...) averages a model that is divided among the ranks into a module that is not: "
                 f"{first_few(apart)}; put that module into the learner's model, or use EMA() without module="
                 " (errors.html#sharded)"
             )
+        return pairs
 
     def before_train(self) -> None:
         super().before_train()
@@ -388,7 +367,7 @@ class EMA(_Averaging):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the average; on another number of ranks, all get the buffers of rank 0."""
-        own = state.get("own") or state.get("ranks", [{}])[0]  # earlier versions had the buffers among the others
+        own = state["own"] if "own" in state else state["ranks"][0]
         average, beside = (state.get(part, {}) | own.get(part, {}) for part in ("average", "module"))
         mine = self._beside()
         for name, value in beside.items():
@@ -434,15 +413,16 @@ class SWA(_Averaging):
         self.start, self.bn_dl = start, bn_dl
         self._counts = False  # whether this epoch counts
 
-    def _chosen(self, model: nn.Module) -> dict[str, Tensor]:
+    def _chosen(self) -> dict[str, tuple[Tensor, Tensor]]:
+        model = unwrap(self.learn.model)
         statistics = {id(t) for norm in _tracking(model) for t in norm.buffers(recurse=False)}
         named = {name: t for name, t in model.named_buffers() if id(t) in statistics}
-        return {**dict(model.named_parameters()), **named}
+        return {name: (t, t) for name, t in (*model.named_parameters(), *named.items())}
 
     def before_fit(self) -> None:
         super().before_fit()
         learn, n_epoch = self.learn, self.learn.n_epoch
-        if not self._own:
+        if learn.task != "fit":
             return
         if n_epoch is not None and self.start >= n_epoch and isinstance(self.start, int):
             raise ValueError(f"SWA(start={self.start}) would average nothing: the fit ends before epoch {n_epoch}")
