@@ -2,8 +2,8 @@
 
 It imports the standard library only, and torch just to find other machines. The files, in the order of a launch:
 
-- cli.py reads the command line and makes the attempts, or writes a job file (jobs.py, templates/). gpus.py counts GPUs; slurm.py writes a SLURM job. Where this
-  launcher is one of several, learnerkit.clusters says so.
+- cli.py reads the command line and makes the attempts, or has jobs.py write a job file from a template. gpus.py counts
+  GPUs. Where this launcher is one of several, learnerkit.clusters says so.
 - nodes.py begins an attempt with the launchers of other machines, and agrees with them on its end. rendezvous.py finds
   them (addresses.py), and node_info.py checks that they match.
 - supervise.py starts, watches and stops the ranks of this machine, and environment.py sets their variables. The program

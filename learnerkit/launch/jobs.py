@@ -212,11 +212,11 @@ def _setup(commands: Sequence[str]) -> list[str]:
     for command in commands:
         lines += [missing.pop(start) for start in [*missing] if re.match(start, command)]
         lines += [command, "(exit $?) || exit  # If that has failed, the job ends."]
-    if lines and shutil.which(
-        "bash"
-    ):  # The next lines of the script would become a part of a command that is not whole.
-        if said := subprocess.run(["bash", "-n"], input="\n".join(lines), capture_output=True, text=True).stderr:
-            raise ValueError(f"--setup: give whole shell commands; bash says {said.strip()!r}")
+    if not lines or not shutil.which("bash"):
+        return lines
+    # The next lines of the script would become a part of a command that is not whole.
+    if said := subprocess.run(["bash", "-n"], input="\n".join(lines), capture_output=True, text=True).stderr:
+        raise ValueError(f"--setup: give whole shell commands; bash says {said.strip()!r}")
     return lines
 
 
