@@ -188,8 +188,7 @@ def in_order(dl: Any, name: str) -> Any:
     """
     if not has_index(dl):
         return dl
-    # Any object with a length will do.
-    sampler: SequentialSampler = SequentialSampler(dl.dataset)  # type: ignore[arg-type]
+    sampler: SequentialSampler = SequentialSampler(dl.dataset)
     if dl.batch_sampler is None:
         if type(dl.sampler) in (SequentialSampler, RandomSampler):
             return with_batches(dl, sampler=sampler)
