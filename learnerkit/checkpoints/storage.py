@@ -109,6 +109,7 @@ class Checkpoint:
         self.path = path
         # Where the files are read; those of an object store are copied there when they are verified.
         self._folder = path if isinstance(path, Path) else None
+        self._remove_copy: Callable[[], Any] = lambda: None
         self.info: dict[str, Any] = manifest["info"]
         self.n_ranks: int = manifest["n_ranks"]
         self._files: dict[str, dict] = manifest["files"]

@@ -24,6 +24,7 @@ from learnerkit.images.augmentation import ImageAugmentation
 from learnerkit.images.reading import ImageReader
 from learnerkit.images.targets import ReadImages, TargetReader, listed, transformed
 from learnerkit.processes.machine import usable_cores
+from learnerkit.stores.paths import local_folder
 from learnerkit.text import did_you_mean, first_few
 from learnerkit.utils import suggests_keywords
 
@@ -96,7 +97,7 @@ class ImageData:
         """Find the pictures in a folder and those within it.
 
         Args:
-            path: the folder.
+            path: the folder; of a URL a copy is made, in `~/.cache/learnerkit`.
             valid: what is validated on: a share of the pictures, drawn at random, of each class as many; the name of a
                 folder in `path`; or `None` for nothing.
             train: where `valid` is a folder, the one beside it to train on.
@@ -111,7 +112,7 @@ class ImageData:
             FileNotFoundError: there is no such folder, or no picture in it.
             ValueError: a single class, a class that is validated on alone, or pictures without a class.
         """
-        path = Path(path)
+        path = local_folder(path)
         if isinstance(valid, str):
             folders = [path / train, path / valid]
         else:
@@ -152,13 +153,13 @@ class ImageData:
                 a y. Of 'boxes' five have x0, y0, x1, y1 and the label of one box, and the rows of one picture belong
                 together.
             valid: as for `from_items`; or the name of a column that is true in the rows to validate on.
-            path: the folder in which the files are, those of masks too.
+            path: the folder in which the files are, those of masks too; or a URL, as for `from_folder`.
             reading: `seed`, `delim` and others, as for `from_items`.
 
         Raises:
             ValueError: a column that is not there; and as `from_items`.
         """
-        several = not isinstance(label, str)
+        path, several = local_folder(path), not isinstance(label, str)
         for name in (image, *(label if several else [label]), *([valid] if isinstance(valid, str) else [])):
             if name not in df.columns:
                 near = did_you_mean(str(name), df.columns)

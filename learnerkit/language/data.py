@@ -19,6 +19,7 @@ from learnerkit.data.weights import sample_weights
 from learnerkit.export.reading import NoData
 from learnerkit.language.batches import IGNORED, EncodedTexts, Padded, TokenBlocks
 from learnerkit.language.codec import TextCodec, checked_texts, train_tokenizer
+from learnerkit.stores.paths import local_folder
 from learnerkit.text import did_you_mean, first_few
 from learnerkit.utils import check_keywords
 
@@ -128,7 +129,7 @@ class TextData:
         """Encode the .txt files (UTF-8) in a folder and those within it.
 
         Args:
-            path: the folder.
+            path: the folder; of a URL a copy is made, in `~/.cache/learnerkit`.
             valid: as in `from_texts`; or the name of a folder in `path` whose files are all validated on.
             classes: the names of the folders to read; by default all with such files.
             label: a function of a file's path that returns its class, by default the name of its folder; `None`: for a
@@ -138,7 +139,7 @@ class TextData:
         Raises:
             ValueError: no files, files beside the folders of classes, or one that is not UTF-8.
         """
-        root = Path(path)
+        root = local_folder(path)
         files = sorted(file for file in root.rglob("*.txt") if classes is None or file.parent.name in classes)
         if not files:
             among = "" if classes is None else f" among {first_few(classes)}"

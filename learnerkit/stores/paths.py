@@ -5,12 +5,15 @@ called a folder is the common beginning of keys. fsspec knows the stores; it fin
 environment, as each store's own tools do.
 """
 
+import hashlib
+import os
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any
 
 from learnerkit.text import in_one_line, printable
@@ -199,3 +202,41 @@ def place(path: str | Path) -> Place:
     except ValueError as e:
         raise ValueError(f"got {url!r}: {e}; fsspec.available_protocols() lists those that it knows") from e
     return StorePath(url)
+
+
+def local_folder(path: str | Path) -> Path:
+    """Return the folder of a path; of a URL a copy of its objects, which the first process of a machine makes.
+
+    Copies are kept in `~/.cache/learnerkit`, or in `$XDG_CACHE_HOME`. Objects that have changed, by name, size, ETag or
+    time, make another copy.
+
+    Raises:
+        FileNotFoundError: there are no objects below the URL.
+        StoreError: the store cannot be read, or a name leads out of the folder.
+    """
+    there = place(path)
+    if isinstance(there, Path):
+        return there
+    import fcntl
+
+    with there._opened() as (system, root):
+        found = {each.removeprefix(f"{root}/"): about for each, about in system.find(root, detail=True).items()}
+        if not found:
+            raise FileNotFoundError("it has no objects")
+        if any(".." in name.split("/") for name in found):
+            raise ValueError("the name of an object leads out of the folder")
+        signs = ("size", "ETag", "LastModified", "mtime", "created")
+        said = [there.url, sorted((name, *(str(about.get(sign)) for sign in signs)) for name, about in found.items())]
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "learnerkit")
+        folder = cache / hashlib.sha256(repr(said).encode()).hexdigest()[:16] / there.name
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with open(folder.parent / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # other processes wait for the first
+            if not folder.is_dir():
+                copy = Path(mkdtemp(dir=folder.parent))
+                for name in found:
+                    (copy / name).parent.mkdir(parents=True, exist_ok=True)
+                with ThreadPoolExecutor(16) as threads:
+                    list(threads.map(lambda name: system.get_file(f"{root}/{name}", str(copy / name)), found))
+                copy.rename(folder)
+    return folder
