@@ -696,8 +696,9 @@ def _is_trial() -> bool:
 
 def _launcher() -> str:
     """Return a text that identifies the launcher of this process, also among earlier boots and other machines."""
-    if named := os.environ.get("LEARNERKIT_LAUNCHER"):
-        return named  # a search sets it; it is the same after a restart
+    name = "LEARNERKIT_LAUNCHER"
+    if named := os.environ.get(name) or distributed.place().shared().get(name):
+        return named  # A search or a cluster gives it; it is the same after a restart.
     parent = os.getppid()
     return f"{socket.gethostname()} {parent} {began(parent)}"
 

@@ -26,6 +26,7 @@ class Place:
         local_rank, local_world_size: of a rank, its number on its machine, and how many there are; `None`: unknown.
         interface: the network interface by which the machines reach each other; `None`: it is found by the address.
         attempt: how often the cluster has started the run again; after the first time it is to resume.
+        job: the cluster's name for the run, the same in each attempt; '' if the cluster counts no attempts.
         least: the nodes have no numbers, and so many are enough; `None`: they are numbered.
     """
 
@@ -42,6 +43,7 @@ class Place:
     local_world_size: int | None = None
     interface: str | None = None
     attempt: int = 0
+    job: str = ""
     least: int | None = None
 
     def __str__(self) -> str:
@@ -65,12 +67,17 @@ class Place:
         told = {"RANK": self.node, "WORLD_SIZE": self.nodes, "MASTER_ADDR": self.address, "MASTER_PORT": self.port,
                 "TORCHELASTIC_RESTART_COUNT": self.attempt, "LOCAL_RANK": self.local_rank or 0,
                 "LOCAL_WORLD_SIZE": self.local_world_size}  # fmt: skip
-        return {name: str(value) for name, value in told.items() if value is not None} | self.network()
+        return {name: str(value) for name, value in told.items() if value is not None} | self.shared()
 
-    def network(self) -> dict[str, str]:
-        """Return the variables by which gloo, NCCL and TensorPipe take the cluster's network interface."""
+    def shared(self) -> dict[str, str]:
+        """Return the variables that are alike for all ranks.
+
+        gloo, NCCL and TensorPipe take the cluster's network interface, and the name of the run tells that checkpoints
+        of an earlier attempt belong to it.
+        """
         names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
-        return dict.fromkeys(names, self.interface) if self.interface else {}
+        network = dict.fromkeys(names, self.interface) if self.interface and self.nodes > 1 else {}
+        return network | ({"LEARNERKIT_LAUNCHER": f"{self.cluster} {self.job}"} if self.job else {})
 
 
 def variable(environ: Mapping[str, str], name: str) -> str:

@@ -193,7 +193,7 @@ def lepton(environ: Environ) -> Place | None:
     return Place("Lepton", "LEPTON_JOB_WORKER_INDEX, LEPTON_JOB_TOTAL_WORKERS, LEPTON_JOB_FAILURE_COUNT",
                  integer(environ, "LEPTON_JOB_WORKER_INDEX", 0 if count == 1 else None), count,
                  f"{prefix}-0.{domain}", integer(environ, "MASTER_PORT", PORT, least=1),
-                 attempt=integer(environ, "LEPTON_JOB_FAILURE_COUNT", 0))  # fmt: skip
+                 attempt=integer(environ, "LEPTON_JOB_FAILURE_COUNT", 0), job=name or prefix)  # fmt: skip
 
 
 def pbs(environ: Environ) -> Place | None:

@@ -256,11 +256,11 @@ def parse(argv: Sequence[str] | None, prog: str = "learnerkit.launch") -> Plan |
         heartbeat = options.heartbeat and check_file("--heartbeat", options.heartbeat)
     except ValueError as error:
         parser.error(str(error))
-    network = place.network() if place and nodes else {}
+    shared = place.shared() if place else {}
     job = Job(
         command, nproc, gpus, options.grace, options.unbuffered, options.timeout, options.log_dir, options.tee,
         explains_failure=options.check, reports=options.report, events=events, heartbeat=heartbeat,
-        env={name: value for name, value in network.items() if name not in os.environ},
+        env={name: value for name, value in shared.items() if name not in os.environ},
     )  # fmt: skip
     # A script that reads no arguments would say nothing, and run on another number of processes than was meant.
     counts = () if options.nproc or options.gpus or options.nnodes else COUNTS

@@ -129,3 +129,25 @@ def test_two_machines_of_sagemaker_wait_for_a_name_and_train_as_one_process(alon
     for node, text in enumerate(printed):
         assert f"learnerkit.launch: SageMaker says node {node} of 2, with node 0 at algo-1:{port} (SM_HOSTS" in text
         assert "learnerkit.launch: waiting for an address for the name 'algo-1' (3 s)" in text
+
+
+@pytest.mark.slow
+def test_a_failure_count_leads_to_a_resume(tmp_path):
+    def attempt(folder, count, faults):
+        folder.mkdir(exist_ok=True)
+        env = {"LEPTON_JOB_TOTAL_WORKERS": "1", "LEPTON_JOB_NAME": "job", "LEPTON_JOB_FAILURE_COUNT": str(count),
+               "FAULT": faults}  # fmt: skip
+        command = [sys.executable, "-m", "learnerkit.launch", "--nproc", "2", str(SCRIPTS / "checkpoint_run.py")]
+        done = subprocess.run(
+            command, cwd=folder, env=environment() | env, capture_output=True, text=True, timeout=LIMIT
+        )
+        return done.returncode, done.stderr
+
+    faults = "kill:1:15,none:0:0"  # in each attempt of the cluster
+    assert attempt(tmp_path / "run", 0, faults)[0] == 137
+    code, said = attempt(tmp_path / "run", 1, faults)
+    assert (code, "Lepton says one node, attempt 2" in said) == (0, True), said
+    assert attempt(tmp_path / "whole", 0, "none:0:0")[0] == 0
+    for name in ("end-0", "end-1"):
+        assert (tmp_path / "run" / name).read_text() == (tmp_path / "whole" / name).read_text()
+    assert len((tmp_path / "run" / "order-0").read_bytes()) < 2 * len((tmp_path / "whole" / "order-0").read_bytes())

@@ -168,7 +168,7 @@ def test_a_place_knows_what_else_its_cluster_says():
     assert find(ELASTIC).least == 1
     assert find(LEPTON).attempt == 2
     assert find(TORCHRUN).attempt == 1
-    assert find(SAGEMAKER).network() == dict.fromkeys(
+    assert find(SAGEMAKER).shared() == dict.fromkeys(
         ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), "eth0"
     )
     assert (find(SLURM_RANKS).local_rank, find(SLURM_RANKS).local_world_size) == (1, 4)
