@@ -193,6 +193,10 @@ def test_generators_of_all_kinds_are_kept(generator):
     expected = draw()
     put_states(sources, state)
     assert draw() == expected
+    put_states(sources, state)
+    with keep_seeds(DataLoader(range(12), 4, sampler=sampler, generator=own)):
+        draw()
+    assert draw() == expected
 
 
 def test_other_generators_or_samplers_are_refused():
