@@ -97,12 +97,6 @@ class _Averaging(Callback):
 
     # Where the average is used
 
-    def before_validate(self) -> None:
-        self._put()
-
-    def cleanup_validate(self) -> None:
-        self._put_back()
-
     @contextmanager
     def _in_model(self) -> Iterator[None]:
         try:
@@ -127,6 +121,8 @@ class _Averaging(Callback):
             for t, value in self._kept or ():
                 t.copy_(value)
             self._kept = None
+
+    before_validate, cleanup_validate = _put, _put_back
 
     def _write(self) -> None:
         for t, average in self._copies:
@@ -315,8 +311,7 @@ class EMA(_Averaging):
         if self.module is not None:
             self._write()
 
-    def after_train(self) -> None:
-        self.after_batch()  # Accumulation may take a step at the end of its data.
+    after_train = after_batch  # Accumulation may take a step at the end of its data.
 
     def cleanup_train(self) -> None:
         for hook in self._hooks:

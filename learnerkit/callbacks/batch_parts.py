@@ -193,9 +193,12 @@ class Batches:
         if self._buffers is not None:
             self._buffers.put_back()
         if _versions(self._xb) != self._versions_of_inputs:
-            if self._wanted:
-                raise torch.OutOfMemoryError(f"{self._wanted}: {_CHANGED} (errors.html#split-batch)")
-            raise RuntimeError(f"{_CHANGED} (errors.html#split-batch)")
+            raise self._error(RuntimeError, _CHANGED)
+
+    def _error(self, kind: type[Exception], why: str) -> Exception:
+        """Return the error that a batch cannot be taken in parts; if memory ran out before, it begins with that."""
+        text = f"{why} (errors.html#split-batch)"
+        return torch.OutOfMemoryError(f"{self._wanted}: {text}") if self._wanted else kind(text)
 
     def _tried(self, run: Callable[[], None], may_try_again: Callable[[], bool] = lambda: True) -> bool:
         """Run a function, and tell whether there was memory for it; if not, restore the state from before."""
@@ -269,19 +272,11 @@ class Batches:
             return [Part(self.rows, {"xb": learn.xb, "yb": learn.yb})]
         unknown: list[Any] = []
         if learn.dls.rows_of_pass(learn.xb, learn.yb, unknown.append) != {self.rows} or unknown:
-            text = (
-                f"a batch of {self.rows} samples whose inputs are {describe(learn.xb)} and whose targets are "
-                f"{describe(learn.yb)}"
-            )
-            if self._wanted:
-                raise torch.OutOfMemoryError(
-                    f"{self._wanted}: SplitBatch cannot cut {text}; say where the samples are by "
-                    "DataLoaders(batch_dim=...), or take smaller batches"
-                    " (errors.html#split-batch)"
-                )
-            raise ValueError(
-                f"SplitBatch cannot cut {text}: say where the samples are by DataLoaders(batch_dim=...)"
-                " (errors.html#split-batch)"
+            raise self._error(
+                ValueError,
+                f"SplitBatch cannot cut a batch of {self.rows} samples whose inputs are {describe(learn.xb)} and whose "
+                f"targets are {describe(learn.yb)}: say where the samples are by DataLoaders(batch_dim=...), or take "
+                "smaller batches",
             )
         dim, batch = learn.dls.batch_dim, learn.batch
         is_cut = {*row_counts(batch, dim).values()} == {self.rows}
@@ -488,6 +483,7 @@ class _Found:
     outputs: list[tuple[Any, Any]]
 
 
+@dataclass
 class Part:
     """A part of a batch: some of its samples.
 
@@ -497,9 +493,9 @@ class Part:
         streams: the states of the random number generators when its forward pass began.
     """
 
-    def __init__(self, rows: int, attributes: dict[str, Any]) -> None:
-        self.rows, self.attributes = rows, attributes
-        self.streams: tuple[Any, list[Tensor]] = ((), [])
+    rows: int
+    attributes: dict[str, Any]
+    streams: tuple[Any, list[Tensor]] = ((), [])
 
     def draw_again(self, device: torch.device) -> None:
         """Restore the random states with which this part began."""

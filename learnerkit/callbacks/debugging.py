@@ -123,8 +123,7 @@ class ShortEpochCallback(_LoaderSwap):
         if self.short_valid:
             self.before_train()
 
-    def cleanup_validate(self) -> None:
-        self.cleanup_train()
+    cleanup_validate = _LoaderSwap.cleanup_train
 
     def _batches(self) -> int:
         if self.n is not None:

@@ -114,9 +114,9 @@ class ProgressCallback(Callback):
         else:
             bar.n = round(learn.pct_train * learn.n_steps) if learn.n_steps else self._skipped + learn.train_iter
         if self._task == "fit":
-            loss = learn.recorder.recent_loss() if hasattr(learn, "recorder") else None
-            if loss is not None:
-                bar.set_postfix_str(f"loss {loss:.4f}", refresh=False)
+            losses = learn.recorder.recent_losses() if hasattr(learn, "recorder") else ()
+            if losses:
+                bar.set_postfix_str(f"loss {losses[-1]:.4f}", refresh=False)
         bar.refresh()
         if self._page is not None:
             self._page.bar = bar

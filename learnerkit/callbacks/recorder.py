@@ -18,7 +18,7 @@ from torch import Tensor
 from learnerkit import distributed
 from learnerkit.callback import Callback
 from learnerkit.data.batches import in_float32
-from learnerkit.data.show import pyplot
+from learnerkit.data.show import panels, pyplot
 from learnerkit.explain import explain_metric
 from learnerkit.host_scalars import WeighedScalars
 from learnerkit.losses import check_predictions, counted_parts
@@ -415,11 +415,6 @@ class Recorder(Callback):
                 self._tell_not_finite(self._train.loss.on_host())
         return self._smooth.values
 
-    def recent_loss(self) -> float | None:
-        """Return the last of `recent_losses`."""
-        losses = self.recent_losses()
-        return losses[-1] if losses else None
-
     def log_metric(self, name: str, value: float | Tensor, weight: float | Tensor = 1) -> None:
         """Add a value to the column `name` of this epoch's row, which has the mean of its values.
 
@@ -710,22 +705,18 @@ class Recorder(Callback):
             return None
         if not self._table:
             raise ValueError("the table has no rows yet: plot_metrics shows those of the last fit")
-        panels = defaultdict[str, list[str]](list)
+        by_title = defaultdict[str, list[str]](list)
         for name in dict.fromkeys(name for row in self._table for name in row if name not in ("epoch", "time")):
-            panels[name.removeprefix("train_").removeprefix("valid_")].append(name)
-        down, across = math.ceil(len(panels) / 3), min(3, len(panels))
-        size = 4 * across, 3 * down
-        _, axes = pyplot("plot_metrics").subplots(down, across, figsize=size, squeeze=False, layout="constrained")
-        for ax in axes.flat[len(panels) :]:
-            ax.set_visible(False)
-        for ax, (title, curves) in zip(axes.flat, panels.items(), strict=False):
+            by_title[name.removeprefix("train_").removeprefix("valid_")].append(name)
+        axes = panels("plot_metrics", len(by_title), height=3)
+        for ax, (title, curves) in zip(axes, by_title.items(), strict=True):
             for name in curves:
                 points = [(n, row[name]) for n, row in zip(self.iters, self._table, strict=True) if name in row]
                 ax.plot(*zip(*points, strict=True), "o-", markersize=4, label=name)
             ax.set(xlabel="step", title=title)
             if len(curves) > 1:
                 ax.legend()
-        return axes.flat[: len(panels)]
+        return axes
 
     def plot_lr_find(self, ax: Any = None) -> Any:
         """Plot the losses of the last `lr_find` over the rates, with a mark for each suggestion.

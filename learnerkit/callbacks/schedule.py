@@ -345,8 +345,7 @@ class TorchScheduler(Callback):
             self._advance()
         self._stepped = False
 
-    def after_train(self) -> None:
-        self.after_batch()  # accumulation may have taken its last step after the last batch
+    after_train = after_batch  # Accumulation may have taken its last step after the last batch.
 
     def after_epoch(self) -> None:
         if self.step == "epoch":

@@ -16,7 +16,7 @@ from learnerkit import arguments, distributed
 from learnerkit.callback import Callback
 from learnerkit.callbacks.recorder import check_monitor, monitored
 from learnerkit.callbacks.schedule import check_nobody_schedules
-from learnerkit.callbacks.training import StepBudget, StepCounter
+from learnerkit.callbacks.training import NamedState, StepBudget, StepCounter
 from learnerkit.endings import mark
 from learnerkit.events import CancelException, CancelFitException
 from learnerkit.files import name_or_place, place_of
@@ -31,7 +31,7 @@ _LESS_IS_BETTER = re.compile(
 _COMP = "it is a function of (value, best) that says whether the value is better, such as operator.lt or numpy.greater"
 
 
-class TrackerCallback(Callback):
+class TrackerCallback(NamedState):
     """Keeps the best value of one column of the table: the base of the callbacks that act on it.
 
     A NaN is never the best. Rows without the column are ignored, since a callback may log only from time to time; if
@@ -55,6 +55,7 @@ class TrackerCallback(Callback):
 
     order = 60
     only_fit = True
+    _state_names: tuple[str, ...] = ("best", "new_best", "_rows", "_rows_with_column")
 
     def __init__(
         self,
@@ -116,15 +117,6 @@ class TrackerCallback(Callback):
     def after_fit(self) -> None:
         if self._rows and not self._rows_with_column and distributed.is_main():
             warn(f"{self!r} did nothing: none of the fit's {self._rows} rows has a column {self.monitor!r}")
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the best value, and the rows so far."""
-        return {"best": self.best, "new_best": self.new_best, "rows": (self._rows, self._rows_with_column)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the best value and the counts of rows."""
-        self.best, self.new_best = state["best"], state["new_best"]
-        self._rows, self._rows_with_column = state["rows"]
 
 
 class SaveModelCallback(TrackerCallback):
@@ -261,6 +253,8 @@ def _version(path: Place) -> tuple[int, int] | None:
 class _Patient(TrackerCallback):
     """A tracker that acts after `patience` rows without a new best."""
 
+    _state_names = (*TrackerCallback._state_names, "wait")
+
     def __init__(
         self,
         monitor: str = "valid_loss",
@@ -292,15 +286,6 @@ class _Patient(TrackerCallback):
 
     def _out_of_patience(self, why: str) -> None:
         raise NotImplementedError
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the best value, the rows so far, and how many of the last rows had no new best."""
-        return super().state_dict() | {"wait": self.wait}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the best value and the count of rows without a new best."""
-        super().load_state_dict(state)
-        self.wait = state["wait"]
 
 
 class EarlyStoppingCallback(_Patient):

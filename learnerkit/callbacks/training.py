@@ -99,10 +99,30 @@ def _warn_of_dropout(model: nn.Module, in_eval: Set[str]) -> None:
             )
 
 
-class StepCounter(Callback):
+class NamedState(Callback):
+    """A callback whose state is some of its attributes, which are replaced rather than changed in place.
+
+    Attributes:
+        _state_names: their names.
+    """
+
+    _state_names: tuple[str, ...]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the attributes that are the state, by name."""
+        return {name: getattr(self, name) for name in self._state_names}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the attributes that are the state."""
+        for name in self._state_names:
+            setattr(self, name, state[name])
+
+
+class StepCounter(NamedState):
     """Counts the optimizer steps of a fit, including skipped and cancelled ones, so that all ranks count the same."""
 
     run_valid = False
+    _state_names = ("_steps", "_step_open")
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,14 +144,6 @@ class StepCounter(Callback):
     def after_train(self) -> None:
         # A loader without length ended within an accumulated step, and GradientAccumulation has taken that step.
         self._steps += self._step_open
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the steps so far."""
-        return {"steps": self._steps, "open": self._step_open}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the count of steps."""
-        self._steps, self._step_open = state["steps"], state["open"]
 
 
 class StepBudget(StepCounter):

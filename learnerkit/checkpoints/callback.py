@@ -574,7 +574,7 @@ def _read_state(saved: Checkpoint, learn: Any, now: dict[str, Any]) -> dict[str,
                 then["callbacks"].setdefault(key, {})["ranks"] = [each[key] for each in ranks if key in each]
             mine = (mine or {"seed": owns[0]["seed"]}) | {"callbacks": {}}
         # It starts from the steps of this fit.
-        then["callbacks"][state.BUDGET] = {"steps": saved.info["step"], "open": False}
+        then["callbacks"][state.BUDGET] = {"_steps": saved.info["step"], "_step_open": False}
     return then | {"model": saved.weights(), "rank": mine, "place": saved.info["place"]}
 
 

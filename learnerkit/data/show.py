@@ -40,6 +40,22 @@ def pyplot(who: str) -> Any:
     return plt
 
 
+def panels(who: str, n: int, height: float) -> Any:
+    """Return the axes of `n` panels of a figure, three in a row, for the function of the name `who`.
+
+    Args:
+        who: as in `pyplot`.
+        n: how many.
+        height: the height of a panel, in inches.
+    """
+    down, across = math.ceil(n / 3), min(3, n)
+    size = 4 * across, height * down
+    _, axes = pyplot(who).subplots(down, across, figsize=size, squeeze=False, layout="constrained")
+    for ax in axes.flat[n:]:
+        ax.set_visible(False)
+    return axes.flat[:n]
+
+
 class Table:
     """A table of rows under column names: aligned text where it is printed, and HTML in a notebook.
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from learnerkit import arguments, distributed
 from learnerkit.callback import Callback
-from learnerkit.data.show import pyplot
+from learnerkit.data.show import panels, pyplot
 from learnerkit.host_scalars import HostScalars
 from learnerkit.text import did_you_mean, first_few
 from learnerkit.torch_internals import uncompiled
@@ -180,7 +180,7 @@ class ActivationStats(Callback):
             return
         self._now = [None] * len(self._hooked)
         for i, (_, module) in enumerate(self._hooked):
-            self._off.callback(Hook(module, partial(self._note, i)).remove)
+            self._off.enter_context(Hook(module, partial(self._note, i)))
         self._off.enter_context(uncompiled())  # compiled code would not call hooks that it was not made with
 
     def _note(self, i: int, module: nn.Module, inputs: Any, output: Any) -> None:
@@ -291,19 +291,14 @@ class ActivationStats(Callback):
         if not self.with_hist:
             raise ValueError("there are no histograms: ActivationStats(with_hist=True) records them")
         counts = torch.stack([counts.cpu() for counts in self._counts]).view(len(self.steps), len(self.layers), -1)
-        across = min(3, len(indices))
-        down = math.ceil(len(indices) / across)
-        size = 4 * across, 2.4 * down
-        _, axes = pyplot("plot_hist").subplots(down, across, figsize=size, squeeze=False, layout="constrained")
-        for ax, i in zip(axes.flat, indices, strict=False):
+        axes = panels("plot_hist", len(indices), height=2.4)
+        for ax, i in zip(axes, indices, strict=True):
             extent = (self.steps[0] - 0.5, self.steps[-1] + 0.5, _LOW, _HIGH)
             ax.imshow(counts[:, i].T.log1p().numpy(), origin="lower", aspect="auto", extent=extent)
             powers = range(_LOW, _HIGH + 1, 2)
             ax.set_yticks(powers, [f"$10^{{{power}}}$" for power in powers])
             ax.set(xlabel="step", ylabel="magnitude", title=f"layer {self.layers[i]}")
-        for ax in axes.flat[len(indices) :]:
-            ax.set_visible(False)
-        return axes.flat[: len(indices)]
+        return axes
 
     color_dim = plot_hist  # fastai's name
 

@@ -169,10 +169,10 @@ class ClassificationInterpretation:
             [[name, *(f"{x:.2f}" for x in found.tolist()), n] for name, found, n in rows],
         )
 
+    @distributed.on_rank0
     def print_classification_report(self) -> None:
         """Print the classification report, on rank 0."""
-        if distributed.is_main():
-            print(self.classification_report())
+        print(self.classification_report())
 
     def top_losses(self, k: int | None = None, largest: bool = True) -> tuple[Tensor, Tensor]:
         """Return the largest losses, and the places of their samples in the dataset.

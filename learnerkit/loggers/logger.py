@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from learnerkit import __version__, arguments, distributed
-from learnerkit.callback import Callback
+from learnerkit.callbacks.training import NamedState
 from learnerkit.checkpoints.state import configuration
 from learnerkit.data.show import pyplot
 from learnerkit.files import plain_name
@@ -63,7 +63,7 @@ class _Note(NamedTuple):
     logged: dict[str, tuple[int, int]] = {}
 
 
-class Logger(Callback):
+class Logger(NamedState):
     """The base of all loggers: a subclass says how a run is opened, written to and left.
 
     A run begins in the first fit and goes on in the next ones, until `close`. A run that `CheckpointCallback` continues
@@ -83,6 +83,7 @@ class Logger(Callback):
     rank0_only = True
     run_valid = False
     _may_lose_config = False  # if the process is killed: then it is written again
+    _state_names: tuple[str, ...] = ("_id", "_before", "_newest", "_written", "_seen", "_rows", "_noted")
     _handle: Any = None  # the result of `_open`; never in the state, as files and connections cannot be sent
 
     def __init__(self, every: int | None, config: Any = None) -> None:
@@ -150,13 +151,14 @@ class Logger(Callback):
             self._write_notes()
 
     def after_train(self) -> None:
-        self._end_epoch()
+        """Write all of this epoch's steps. A host-device sync, once an epoch."""
+        self._note_row()
+        step = len(self.learn.recorder.lrs)
+        if self.every and step > self._noted:
+            self._note_step(step)
+        self._write_notes(wait=True)
 
-    def after_cancel_epoch(self) -> None:
-        self._end_epoch()
-
-    def after_cancel_fit(self) -> None:
-        self._end_epoch()
+    after_cancel_epoch = after_cancel_fit = after_train
 
     def after_epoch(self) -> None:
         self._note_row()
@@ -171,14 +173,6 @@ class Logger(Callback):
             self._pending.clear()
             self._before += len(self.learn.recorder.lrs)
             self._release()
-
-    def _end_epoch(self) -> None:
-        """Write all of this epoch's steps. A host-device sync, once an epoch."""
-        self._note_row()
-        step = len(self.learn.recorder.lrs)
-        if self.every and step > self._noted:
-            self._note_step(step)
-        self._write_notes(wait=True)
 
     # Notes, and records made of them
 
@@ -251,23 +245,16 @@ class Logger(Callback):
         if self._handle is not None:  # In `before_fit` it is not open, and there are no new values.
             self._note_row()
             self._write_notes(wait=True)
-        return {
-            "id": self._id, "before": self._before, "newest": self._newest, "written": self._written,
-            "seen": dict(self._seen), "rows": self._rows, "noted": self._noted,
-        }  # fmt: skip
+        return super().state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on in the run after the last step that was written before the checkpoint."""
-        if state["id"] is None:
+        if state["_id"] is None:
             return  # it had not begun
-        if self._handle is None or self._newest > state["newest"]:
+        if self._handle is None or self._newest > state["_newest"]:
             self._release()
             self._goes_back = True
-        self._id = state["id"]
-        self._before = state["before"]
-        self._newest = state["newest"]
-        self._written, self._seen = state["written"], dict(state["seen"])
-        self._rows, self._noted = state["rows"], state["noted"]
+        super().load_state_dict(state)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_handle"}
@@ -367,6 +354,7 @@ class Tracker(Logger):
         finally:
             pyplot("plots").close(ax.figure)
 
+    @distributed.on_rank0
     def log_figure(self, name: str, figure: Any) -> None:
         """Give a figure of matplotlib to the tracker, as one of the last step. Other ranks than 0 do nothing.
 
@@ -377,8 +365,6 @@ class Tracker(Logger):
         Raises:
             RuntimeError: the run has not begun; it does in the first fit.
         """
-        if not distributed.is_main():
-            return
         if self._id is None:
             raise RuntimeError(f"{self!r} has no run yet: one begins in the first fit; log the figure there or later")
         in_fit = self._handle is not None

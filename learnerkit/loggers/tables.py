@@ -13,7 +13,28 @@ from learnerkit.files import name_or_path, temporary_name
 from learnerkit.loggers.logger import Logger, Record
 
 
-class CSVLogger(Logger):
+class _FileLogger(Logger):
+    """A logger into a file.
+
+    Args:
+        fname: a name inside `learn.path`, or a path.
+        every, config: as in `Logger`.
+    """
+
+    def __init__(self, fname: str | Path, every: int | None, config: Any = None) -> None:
+        super().__init__(every, config)
+        if not isinstance(fname, str | Path):
+            raise TypeError(f"got fname={fname!r}; it is a name inside learn.path, or a path")
+        self.fname = name_or_path(fname, "learn.path")
+
+    def _path(self) -> Path:
+        """Return the path of the file, and make its folder."""
+        path = self.learn.path / self.fname if isinstance(self.fname, str) else self.fname
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path
+
+
+class CSVLogger(_FileLogger):
     """Writes the rows of the table to a CSV file, also those that `ValidateEvery` adds.
 
     Every row is on disk at once. The fits of a run (`fine_tune` is two) follow each other in one file; a new run writes
@@ -30,12 +51,12 @@ class CSVLogger(Logger):
     order = 102  # after ValidateEvery has added its row
 
     def __init__(self, fname: str | Path = "history.csv", append: bool = False) -> None:
-        super().__init__(every=None)
-        self.fname, self.append = _checked(fname), append
+        super().__init__(fname, every=None)
+        self.append = append
         self._names: list[str] = []
 
     def _open(self) -> Path:
-        path = _begin(self)
+        path = self._path()
         rows = _read(path) if self._id is not None or self.append else []
         if self._goes_back:
             rows = rows[: 1 + self._written]
@@ -83,7 +104,7 @@ def _replace(path: Path, rows: list[list[str]]) -> None:
     os.replace(temporary, path)
 
 
-class JSONLogger(Logger):
+class JSONLogger(_FileLogger):
     """Writes JSON lines: the hyper-parameters, then the record of each step, and the rows of the table.
 
     A record has its `step`, which counts the training batches of the run from 1. That of a step has the smoothed
@@ -103,11 +124,10 @@ class JSONLogger(Logger):
     """
 
     def __init__(self, fname: str | Path = "history.jsonl", every: int = 1, config: Any = None) -> None:
-        super().__init__(every, config)
-        self.fname = _checked(fname)
+        super().__init__(fname, every, config)
 
     def _open(self) -> Any:
-        path = _begin(self)
+        path = self._path()
         if self._goes_back and path.exists():
             _check_regular(path)
             with path.open("r+b") as file:
@@ -139,17 +159,3 @@ def _plain(x: Any) -> Any:
     if isinstance(x, list | tuple):
         return list(map(_plain, x))
     return None if isinstance(x, float) and not math.isfinite(x) else x
-
-
-def _checked(fname: Any) -> str | Path:
-    if not isinstance(fname, str | Path):
-        raise TypeError(f"got fname={fname!r}; it is a name inside learn.path, or a path")
-    return name_or_path(fname, "learn.path")
-
-
-def _begin(logger: Any) -> Path:
-    """Return the path of a logger's file, and make its folder."""
-    fname, learn = logger.fname, logger.learn
-    path: Path = learn.path / fname if isinstance(fname, str) else fname
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return path

@@ -433,6 +433,7 @@ class TrackioCallback(_Service):
     """
 
     _package = _extra = "trackio"
+    _state_names = (*_Service._state_names, "_named")
 
     def __init__(
         self, project: str, every: int = 10, plots: bool = False, config: Any = None, log_model: str | None = None,
@@ -502,15 +503,6 @@ class TrackioCallback(_Service):
         for name, path in files.items():
             artifact.add_file(path, name)
         self._handle.log_artifact(artifact)  # This copies the files.
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the run, and the last step."""
-        return super().state_dict() | {"named": self._named}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on in the run after the last step that was written before the checkpoint."""
-        super().load_state_dict(state)
-        self._named = dict(state["named"])
 
 
 def _last_step(client: Any, run: Any, name: str) -> int:

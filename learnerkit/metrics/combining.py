@@ -13,7 +13,7 @@ from learnerkit.data.batches import gather_nested, on_host
 from learnerkit.marks import collective
 from learnerkit.metrics import libraries
 from learnerkit.metrics.objects import Metric
-from learnerkit.values import map_batch, same
+from learnerkit.values import map_batch, same, tensors_in
 
 
 class Holder(NamedTuple):
@@ -31,6 +31,13 @@ class Holder(NamedTuple):
         """Return the states, with copies of lists."""
         values = {name: getattr(self.object, name) for name in self.states}
         return {name: list(value) if isinstance(value, list) else value for name, value in values.items()}
+
+    def device(self) -> torch.device:
+        """Return the device of the items of its lists; without items, that of the object, or of its other states."""
+        values = list(self.read().values())
+        tensors = tensors_in(sorted(values, key=lambda value: not isinstance(value, list)))
+        named: Any = getattr(self.object, "device", torch.device("cpu"))
+        return next((t.device for t in tensors), named)
 
 
 def holders_of(metric: Any) -> list[Holder]:
@@ -70,9 +77,10 @@ def combine_states(holders: list[Holder], places: dict[tuple[int, str], list], h
         has_seen: whether this rank has updated them.
     """
     states = [h.read() for h in holders]
+    devices = [h.device() for h in holders]
     lists = {key: states[key[0]].pop(key[1]) for key in _list_states(holders)}
     counts = [libraries.update_count(h.object) if libraries.is_torchmetrics(h.object) else 0 for h in holders]
-    own = on_host(states), counts, {key: str(x[0].device) for key, x in lists.items() if _is_tensor(x[:1])}
+    own = on_host(states), counts
     others = [rank for rank in distributed.all_gather(own if has_seen else None) if rank is not None]
     mine = (
         ((key, *place), item)
@@ -80,11 +88,10 @@ def combine_states(holders: list[Holder], places: dict[tuple[int, str], list], h
         for place, item in zip(places.get(key, []), found, strict=True)
     )
     items = gather_nested(mine) or []
-    devices = {key: device for _, _, found in reversed(others) for key, device in found.items()}
     for i, holder in enumerate(holders):
         for name, (default, how) in holder.states.items():
             if how == "same":
-                if not all(same(rank[i][name], on_host(default)) for rank, _, _ in others):
+                if not all(same(rank[i][name], on_host(default)) for rank, _ in others):
                     raise ValueError(
                         f"the state {name!r} of {type(holder.object).__name__} is a mean, and ranks with means of "
                         "other samples cannot combine them: declare a sum and a count, or take an AccumMetric"
@@ -92,31 +99,18 @@ def combine_states(holders: list[Holder], places: dict[tuple[int, str], list], h
                     )
                 continue
             if how == "cat":
-                device = _local(devices.get((i, name), "cpu"), holder.object)
-                value: Any = moved([item for (key, *_), item in items if key == (i, name)], device)
+                value: Any = moved([item for (key, *_), item in items if key == (i, name)], devices[i])
             else:
-                value = _combined([rank[i][name] for rank, _, _ in others], default, str(how))
+                value = _combined([rank[i][name] for rank, _ in others], default, str(how))
                 present = getattr(holder.object, name)
                 value = moved(value, present.device if isinstance(present, Tensor) else torch.device("cpu"))
             setattr(holder.object, name, value)
         if libraries.is_torchmetrics(holder.object):
-            libraries.note_new_states(holder.object, sum(found[i] for _, found, _ in others))
+            libraries.note_new_states(holder.object, sum(seen[i] for _, seen in others))
 
 
 def _list_states(holders: list[Holder]) -> list[tuple[int, str]]:
     return [(i, name) for i, h in enumerate(holders) for name, (_, how) in h.states.items() if how == "cat"]
-
-
-def _is_tensor(items: list) -> bool:
-    return bool(items) and isinstance(items[0], Tensor)
-
-
-def _local(device: str, metric: Any) -> torch.device:
-    """Return this rank's counterpart of another rank's device."""
-    here, there = getattr(metric, "device", None), torch.device(device)
-    if isinstance(here, torch.device) and here.type == there.type:
-        return here
-    return there if there.type == "cpu" else distributed.default_device()
 
 
 def moved(x: Any, device: torch.device) -> Any:
