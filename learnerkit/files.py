@@ -35,7 +35,7 @@ from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from learnerkit.marks import collective
 from learnerkit.shards import gathered, is_shard, storage_of
-from learnerkit.stores.paths import Place, StorePath, place
+from learnerkit.stores.paths import AnyPath, StorePath, any_path
 from learnerkit.text import first_few, printable
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-File = str | Place | BinaryIO
+File = str | AnyPath | BinaryIO
 Buffer = bytes | memoryview
 
 
@@ -116,13 +116,13 @@ def name_or_path(name: str | Path, directory: str = "the model directory") -> st
     Raises:
         ValueError: it is neither a name nor a path, or a str with `..` in it.
     """
-    found = name_or_place(name, directory)
+    found = name_or_any_path(name, directory)
     if isinstance(found, StorePath):
         raise ValueError(f"got the URL {str(found)!r}; this is written bit by bit, to a local path or a name alone")
     return found
 
 
-def name_or_place(name: str | Place, directory: str = "the model directory") -> str | Place:
+def name_or_any_path(name: str | AnyPath, directory: str = "the model directory") -> str | AnyPath:
     """Return what `name_or_path` returns, or the place in an object store that a URL names.
 
     Raises:
@@ -132,7 +132,7 @@ def name_or_place(name: str | Place, directory: str = "the model directory") -> 
         return name
     if isinstance(name, str) and not {"/", os.sep} & set(name):
         return plain_name(name, directory)
-    path = place(name)
+    path = any_path(name)
     if isinstance(name, Path) or isinstance(path, StorePath):
         return path
     path = path.expanduser()
@@ -144,13 +144,13 @@ def name_or_place(name: str | Place, directory: str = "the model directory") -> 
     return path
 
 
-def place_of(learn: "Learner", file: File) -> Place | BinaryIO:
+def place_of(learn: "Learner", file: File) -> AnyPath | BinaryIO:
     """Return the place at which a learner saves and loads a file: a plain name lies in its model directory.
 
     Raises:
         TypeError, ValueError: it is neither a name, a path, a URL, nor an open file.
     """
-    name = name_or_place(file) if isinstance(file, str | Path | StorePath) else file
+    name = name_or_any_path(file) if isinstance(file, str | Path | StorePath) else file
     if not isinstance(name, str):
         if isinstance(name, Path | StorePath) or hasattr(name, "write") or hasattr(name, "read"):
             return name
@@ -160,7 +160,7 @@ def place_of(learn: "Learner", file: File) -> Place | BinaryIO:
     return learn.path / learn.model_dir / name
 
 
-def save_whole(obj: Any, file: Place | BinaryIO) -> None:
+def save_whole(obj: Any, file: AnyPath | BinaryIO) -> None:
     """Save like `torch.save`, but atomically: a killed process leaves either the whole new file or the old one.
 
     The file is written beside the target, synced, and renamed over it. An open file is just written to.
@@ -179,7 +179,7 @@ def save_whole(obj: Any, file: Place | BinaryIO) -> None:
 
 @collective
 def save_weights(
-    weights: Mapping[str, Any], file: Place, notes: Mapping[str, str] | None = None, writes: bool = True
+    weights: Mapping[str, Any], file: AnyPath, notes: Mapping[str, str] | None = None, writes: bool = True
 ) -> None:
     """Save weights in the safetensors format, which other tools read, as atomically as `save_whole`.
 
@@ -215,7 +215,7 @@ def save_weights(
 
 
 @contextmanager
-def replacing(file: Place) -> Iterator[Path]:
+def replacing(file: AnyPath) -> Iterator[Path]:
     """Yield a path beside `file` to write to, which then replaces it; for an object store, one of this machine."""
     if isinstance(file, StorePath):
         try:
@@ -268,7 +268,7 @@ def remove_left_over(folder: Path, before: float, name: str = "") -> None:
                 remove(path)
 
 
-def remove(path: Place) -> None:
+def remove(path: AnyPath) -> None:
     """Remove a file, or a directory with all that is in it; in an object store manifests before the rest."""
     if isinstance(path, StorePath):
         path.remove(first=MANIFEST)
@@ -421,7 +421,7 @@ def _memory(tensor: Tensor) -> list[Buffer]:
     return [] if memory is None else [memoryview(memory)]
 
 
-def write_new(path: Place, pieces: Sequence[Buffer]) -> dict[str, Any]:
+def write_new(path: AnyPath, pieces: Sequence[Buffer]) -> dict[str, Any]:
     """Write a new file and sync it; return its size and sha256.
 
     The hash is computed from the memory that is written, at the same time. To an object store a temporary file is
@@ -544,7 +544,7 @@ def is_mappable(path: Path) -> bool:
 # Files of weights
 
 
-def read(file: Place | BinaryIO, device: Any, name: str = "") -> Saved:
+def read(file: AnyPath | BinaryIO, device: Any, name: str = "") -> Saved:
     """Read a file onto a device.
 
     Args:

@@ -81,7 +81,7 @@ from learnerkit.preflight.step import check
 from learnerkit.processes.rank_main import shorten, wants_short
 from learnerkit.shards import Gatherer, rows_for
 from learnerkit.state import COUNTERS, TRANSIENT, RunState
-from learnerkit.stores.paths import Place, StorePath
+from learnerkit.stores.paths import AnyPath, StorePath
 from learnerkit.utils import (
     PlainLock,
     check_keywords,
@@ -1523,7 +1523,7 @@ class Learner(RunState):
 
     @public
     @collective
-    def save(self, file: File, with_opt: bool = True) -> Place | BinaryIO:
+    def save(self, file: File, with_opt: bool = True) -> AnyPath | BinaryIO:
         """Write the model's weights, and the optimizer's state, on rank 0; the other ranks need not call it.
 
         The file is complete or absent, and loads with `torch.load(..., weights_only=True)`; no key begins with
@@ -1617,7 +1617,7 @@ class Learner(RunState):
 
     @public
     @collective
-    def export(self, fname: str | Path) -> Place:
+    def export(self, fname: str | Path) -> AnyPath:
         """Write the trained model for prediction, on rank 0 alone; `load_learner` reads it.
 
         The suffix of the name decides the format:
@@ -1708,7 +1708,7 @@ class Learner(RunState):
         self._resumes = run_state.load_state_dict(self, state)
 
     @staticmethod
-    def _read_saved(file: Place | BinaryIO, device: Any) -> Saved:
+    def _read_saved(file: AnyPath | BinaryIO, device: Any) -> Saved:
         if not isinstance(file, Path | StorePath) or not file.is_dir():
             return files.read(file, device)
         if isinstance(file, Path) and files.is_mappable(file):

@@ -19,10 +19,10 @@ from learnerkit.callbacks.schedule import check_nobody_schedules
 from learnerkit.callbacks.training import NamedState, StepBudget, StepCounter
 from learnerkit.endings import mark
 from learnerkit.events import CancelException, CancelFitException
-from learnerkit.files import name_or_place, place_of
+from learnerkit.files import name_or_any_path, place_of
 from learnerkit.host_scalars import HostScalars
 from learnerkit.marks import collective
-from learnerkit.stores.paths import Place
+from learnerkit.stores.paths import AnyPath
 from learnerkit.utils import warn
 
 _LESS_IS_BETTER = re.compile(
@@ -157,13 +157,13 @@ class SaveModelCallback(TrackerCallback):
         super().__init__(monitor, comp, min_delta, reset_on_fit)
         if not isinstance(every_epoch, int) or every_epoch < 0:
             raise ValueError(f"got every_epoch={every_epoch!r}; it is True, False or a number of epochs")
-        file = name_or_place(fname)
+        file = name_or_any_path(fname)
         self.fname = file.removesuffix(".pth") if isinstance(file, str) else file
         self.every_epoch = every_epoch
         self.at_end = at_end
         self.with_opt = with_opt
-        self.last_saved_path: Place | None = None
-        self._best_path: Place | None = None  # the file of `best`
+        self.last_saved_path: AnyPath | None = None
+        self._best_path: AnyPath | None = None  # the file of `best`
 
     def before_fit(self) -> None:
         if not self.every_epoch:
@@ -218,7 +218,7 @@ class SaveModelCallback(TrackerCallback):
         self._best_path = file if state["saved"] else None
 
     @collective
-    def _load_best(self, path: Place) -> None:
+    def _load_best(self, path: AnyPath) -> None:
         "Load a file that rank 0 has written."
         versions = distributed.all_gather(_version(path)) if self.learn.n_ranks > 1 else []
         with ExitStack() as stack:
@@ -230,13 +230,13 @@ class SaveModelCallback(TrackerCallback):
             self.learn.load(path, with_opt=self.with_opt)
 
     @collective
-    def _save(self, file: str | Place) -> Place:
+    def _save(self, file: str | AnyPath) -> AnyPath:
         saved: Any = self.learn.save(file, with_opt=self.with_opt)  # It is never an open file.
         self.last_saved_path = saved
         return saved
 
 
-def _version(path: Place) -> tuple[int, int] | None:
+def _version(path: AnyPath) -> tuple[int, int] | None:
     """Return the size and time of a file, by which it differs from an older one; `None` if it does not exist.
 
     All machines see the same object of a store: it has no version.

@@ -40,7 +40,7 @@ from learnerkit.processes.rank_main import end_at_once
 from learnerkit.processes.requests import END, SAVE, Request
 from learnerkit.run_state import EPOCH, FIT, TRAIN, TRAINED, Resumption, first_attributes, fitting, keys, state_dict
 from learnerkit.shards import local
-from learnerkit.stores.paths import Place, StorePath, place
+from learnerkit.stores.paths import AnyPath, StorePath, any_path
 from learnerkit.text import first_few, format_time, printable
 from learnerkit.utils import unwrap, warn
 
@@ -48,7 +48,7 @@ _ENDS = "ends"  # the directory of the states at the end of each fit
 _FITS = 10  # the number of such states that are kept
 _AGAIN = 1.0  # in seconds: a scheduler may signal both the ranks and the launcher, which passes the signal on
 
-_ends_here: set[Place] = set()
+_ends_here: set[AnyPath] = set()
 """The directories in which this process has saved the ends of fits."""
 
 _SUFFIXES = {TRAIN: "", TRAINED: "-trained", EPOCH: "-done", FIT: "-end"}  # the suffixes of checkpoints' names
@@ -113,8 +113,8 @@ class CheckpointCallback(StepCounter):
             raise TypeError(f"got path={path!r}; it is the directory for the checkpoints of this run, such as 'runs/1'")
         arguments.check_count("keep", keep, "a number of checkpoints")
         # The path is absolute, because the script may change its directory between two checkpoints.
-        there = place(path)
-        self.path: Place = there.expanduser().absolute() if isinstance(there, Path) else there
+        there = any_path(path)
+        self.path: AnyPath = there.expanduser().absolute() if isinstance(there, Path) else there
         self.keep = keep
         self.resume, self.strict = bool(resume), strict
         self.every, self.save_on_signal = every, save_on_signal
@@ -458,7 +458,7 @@ class CheckpointCallback(StepCounter):
         self._deadline = time.monotonic() + self._seconds
 
     @not_collective("it runs in `distributed.alone()`")
-    def to_dcp(self, path: str | Path) -> Place:
+    def to_dcp(self, path: str | Path) -> AnyPath:
         """Write the newest checkpoint in the format of `torch.distributed.checkpoint`, for other tools, on rank 0.
 
         It has 'model', the state dict of the model, and 'optimizer', that of the optimizer by the names of parameters,
@@ -477,7 +477,7 @@ class CheckpointCallback(StepCounter):
         """
         from torch.distributed import checkpoint as dcp
 
-        to = place(path)
+        to = any_path(path)
         if not distributed.is_main():
             return to
         with distributed.alone():
@@ -640,7 +640,7 @@ def _newest_of(storage: Storage) -> Checkpoint | None:
     return newest
 
 
-def _of_run(path: Place, resume: str) -> Place:
+def _of_run(path: AnyPath, resume: str) -> AnyPath:
     """Return the directory with the checkpoints of a tracker's run, at `path` or below it.
 
     Raises:
@@ -667,16 +667,16 @@ def _of_run(path: Place, resume: str) -> Place:
             f"{resume!r}: one directory in {path} or below it has to have checkpoints of this run; {said}: "
             f"{first_few(sorted(folders.get(run, folders))) or 'none'}"
         )
-    return place(*folders[run])
+    return any_path(*folders[run])
 
 
-def _is_used(path: Place) -> bool:
+def _is_used(path: AnyPath) -> bool:
     """Tell whether there are checkpoints, perhaps damaged ones."""
     ends = path / _ENDS
     return any(candidates(folder) for folder in (path, *(ends / str(number) for number in _numbers(ends))))
 
 
-def _shown(path: Place) -> str:
+def _shown(path: AnyPath) -> str:
     """Return a path in printable form, relative to the present directory if it lies below that."""
     here = Path.cwd()
     if isinstance(path, Path) and path.is_relative_to(here):
@@ -684,7 +684,7 @@ def _shown(path: Place) -> str:
     return printable(str(path), 1000)
 
 
-def _numbers(path: Place) -> list[int]:
+def _numbers(path: AnyPath) -> list[int]:
     """Return the decimal names of the directories in `path`, as numbers."""
     return [int(p.name) for p in path.iterdir() if p.name.isdecimal()] if path.is_dir() else []
 

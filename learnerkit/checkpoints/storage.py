@@ -70,7 +70,7 @@ from learnerkit.files import (
 from learnerkit.marks import collective
 from learnerkit.processes.event_file import EventFile, facts_of_launch
 from learnerkit.shards import gathered, is_shard
-from learnerkit.stores.paths import Place, StoreError, StorePath
+from learnerkit.stores.paths import AnyPath, StoreError, StorePath
 from learnerkit.text import first_few, in_one_line, printable
 from learnerkit.utils import warn
 
@@ -105,7 +105,7 @@ class Checkpoint:
         in_place: read tensors only when they are needed; the files must not change until then.
     """
 
-    def __init__(self, path: Place, manifest: dict[str, Any]) -> None:
+    def __init__(self, path: AnyPath, manifest: dict[str, Any]) -> None:
         self.path = path
         # Where the files are read; those of an object store are copied there when they are verified.
         self._folder = path if isinstance(path, Path) else None
@@ -248,7 +248,7 @@ class Checkpoint:
                 raise CheckpointError(f"{self.path / name} is damaged: it has {size} bytes of {file['size']}")
 
 
-def read_checkpoint(path: Place) -> Checkpoint:
+def read_checkpoint(path: AnyPath) -> Checkpoint:
     """Return the checkpoint in a directory, verified.
 
     Raises:
@@ -278,7 +278,7 @@ class Storage:
         lock: the lock that the run holds on it.
     """
 
-    def __init__(self, path: Place, keep: int = 3, background: bool = False, lock: "Lock | None" = None) -> None:
+    def __init__(self, path: AnyPath, keep: int = 3, background: bool = False, lock: "Lock | None" = None) -> None:
         self.path, self.keep = path, keep
         self.background, self.lock = background, lock
         self._since = time.time()
@@ -461,7 +461,7 @@ class Storage:
                 problems.append(str(e))
         return sorted(whole, key=lambda item: (-item[1]["number"], (self.path / item[0]).is_symlink())), problems
 
-    def _commit(self, folder: Place, name: str, info: dict[str, Any], files: dict[str, dict]) -> None:
+    def _commit(self, folder: AnyPath, name: str, info: dict[str, Any], files: dict[str, dict]) -> None:
         """Turn a directory in which all files are on disk into a checkpoint; on rank 0."""
         before, _ = self._list()
         manifest = {
@@ -478,7 +478,7 @@ class Storage:
         write_new(folder / MANIFEST, [_signed(manifest)])
         if isinstance(folder, StorePath):
             manifest_of(folder)  # as it has arrived, before another checkpoint is removed
-            done: Place = folder
+            done: AnyPath = folder
         else:
             done = _renamed(folder, name)
         with replacing(self.path / _LATEST) as pointer:
@@ -497,7 +497,7 @@ class Storage:
         names = [name for name in names if not (self.path / name).is_symlink()]
         last = [name for name in names if name not in self._damaged][: self.keep][-1]
         latest = (self.path / _LATEST).read_bytes().decode().strip()  # by another run, perhaps
-        old: list[Place] = []
+        old: list[AnyPath] = []
         for path in (self.path / name for name in names[names.index(last) + 1 :] if name != latest):
             if isinstance(path, Path):
                 # Renamed first, so that a crash does not leave half a checkpoint.
@@ -738,7 +738,7 @@ class _Part:
 
     def __init__(self) -> None:
         self.rank, self.n = distributed.rank(), distributed.world_size()
-        self.folder: Place = Path()
+        self.folder: AnyPath = Path()
 
     def write(self, files: dict[str, list[Buffer]], finish: Callable[[dict[str, dict]], None]) -> None:
         """Write this rank's files; rank 0 then finishes the checkpoint, if all have written theirs.
@@ -834,7 +834,7 @@ def _joined(texts: Sequence[str]) -> str:
 # Reading
 
 
-def candidates(folder: Place) -> Sequence[Place]:
+def candidates(folder: AnyPath) -> Sequence[AnyPath]:
     """Return the directories in a folder, and links to some, that look like checkpoints."""
     if isinstance(folder, StorePath):
         return [path for path in (manifest.parent for manifest in folder.rglob(MANIFEST)) if path.parent == folder]
@@ -851,7 +851,7 @@ def _signed(manifest: dict[str, Any]) -> bytes:
     return b'{"sha256": "%s", ' % hashlib.sha256(rest).hexdigest().encode() + rest
 
 
-def manifest_of(folder: Place) -> dict[str, Any]:
+def manifest_of(folder: AnyPath) -> dict[str, Any]:
     """Return the content of a checkpoint's manifest.
 
     Raises:
@@ -877,7 +877,7 @@ def manifest_of(folder: Place) -> dict[str, Any]:
     raise CheckpointError(f"{path} is damaged: its content is not what was written")
 
 
-def _is_manifest(path: Place, manifest: dict[str, Any]) -> bool:
+def _is_manifest(path: AnyPath, manifest: dict[str, Any]) -> bool:
     n, files = manifest["n_ranks"], manifest["files"]
     if len(files) not in (2 + 2 * n, 2 + 3 * n):
         return False

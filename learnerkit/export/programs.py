@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from learnerkit import torch_internals
 from learnerkit.export.facts import KEY, Facts
 from learnerkit.files import CheckpointError, refuse_compressed, replacing
-from learnerkit.stores.paths import Place
+from learnerkit.stores.paths import AnyPath
 from learnerkit.text import in_one_line
 from learnerkit.values import map_batch, tensors_in
 
@@ -128,7 +128,7 @@ def _are_close(found: Tensor, expected: Tensor) -> bool:
 # Writing and reading
 
 
-def write(program: "ExportedProgram", facts: Facts, file: Place, check: Callable[[nn.Module], None]) -> None:
+def write(program: "ExportedProgram", facts: Facts, file: AnyPath, check: Callable[[nn.Module], None]) -> None:
     """Write a program with its record, as a whole, if the program that is read back passes a check.
 
     Args:

@@ -18,10 +18,10 @@ from learnerkit.data.batches import loader_len, rows_of, to_device
 from learnerkit.data.order import first_batch
 from learnerkit.export import programs
 from learnerkit.export.facts import KEY, Facts, facts_of
-from learnerkit.files import CheckpointError, name_or_place, replacing, save_weights
+from learnerkit.files import CheckpointError, name_or_any_path, replacing, save_weights
 from learnerkit.inspection.undoing import give_shapes, trial
 from learnerkit.marks import collective
-from learnerkit.stores.paths import Place
+from learnerkit.stores.paths import AnyPath
 from learnerkit.utils import unwrap, warn
 from learnerkit.values import map_batch, tensors_in
 
@@ -33,7 +33,7 @@ SUFFIXES = (files.SAFETENSORS, PROGRAM, ONNX)
 _PICKLES = (".pkl", ".pickle", ".pth", ".pt", ".bin", ".joblib")
 
 
-def exported_path(fname: Any, folder: Path) -> Place:
+def exported_path(fname: Any, folder: Path) -> AnyPath:
     """Return the place of an exported file.
 
     Args:
@@ -45,7 +45,7 @@ def exported_path(fname: Any, folder: Path) -> Place:
     """
     if not isinstance(fname, str | Path):
         raise TypeError(f"got fname={fname!r}; it is a name, a path or a URL")
-    fname = name_or_place(fname)
+    fname = name_or_any_path(fname)
     path = folder / fname if isinstance(fname, str) else fname
     if path.suffix in SUFFIXES:
         return path
@@ -61,7 +61,7 @@ def exported_path(fname: Any, folder: Path) -> Place:
 
 
 @collective
-def export(learn: "Learner", fname: Any) -> Place:
+def export(learn: "Learner", fname: Any) -> AnyPath:
     """Write the file for `Learner.export` (see there)."""
     path = exported_path(fname, learn.path / learn.model_dir)
     if path.suffix == ONNX:
@@ -109,7 +109,7 @@ def require_onnx() -> None:
         raise ImportError(f"learn.export to '.onnx' needs {' and '.join(missing)}: pip install 'learnerkit[onnx]'")
 
 
-def _write_traced(learn: "Learner", path: Place) -> None:
+def _write_traced(learn: "Learner", path: AnyPath) -> None:
     args, kwargs, size = example(learn)
     facts = facts_of(learn, kwargs or None)
     safe_name = f"{path.stem}{files.SAFETENSORS}"
@@ -195,7 +195,7 @@ def predicting(learn: "Learner", names: list[str]) -> Iterator[programs.Predicto
 
 
 def _write_onnx(
-    program: Any, facts: Facts, path: Place, axes: dict[str, Any], outputs: list[str] | None,
+    program: Any, facts: Facts, path: AnyPath, axes: dict[str, Any], outputs: list[str] | None,
     check: Callable[[str, Callable[..., Any]], None],
 ) -> None:  # fmt: skip
     """Write ONNX with torch's exporter, and run it on the example if onnxruntime is there."""

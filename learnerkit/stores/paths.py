@@ -169,10 +169,10 @@ class StorePath:
                 system.rm_file(each)
 
 
-Place = Path | StorePath
+AnyPath = Path | StorePath
 
 
-def place(path: str | Path) -> Place:
+def any_path(path: str | Path) -> AnyPath:
     """Return the place that a path or a URL names; 'file:///folder' is a path.
 
     Raises:
@@ -214,7 +214,7 @@ def local_folder(path: str | Path) -> Path:
         FileNotFoundError: there are no objects below the URL.
         StoreError: the store cannot be read, or a name leads out of the folder.
     """
-    there = place(path)
+    there = any_path(path)
     if isinstance(there, Path):
         return there
     import fcntl

@@ -16,7 +16,7 @@ import pytest
 import torch
 from checkpoint_files import is_state, save_and_wait, state_of
 from fsspec.implementations.memory import MemoryFileSystem
-from helpers import make_learner
+from helpers import make_learner, mostly_slow
 from launching import SCRIPTS, environment
 
 from learnerkit import Callback, CheckpointCallback, CheckpointError, load_learner
@@ -123,7 +123,7 @@ def total(run):
     return before - Faulty.left
 
 
-@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("background", mostly_slow([False, True], False))
 def test_of_50_torn_uploads_none_is_chosen_and_none_stays(run, background):
     draw, n_bytes, torn = random.Random(0), total(run), 0
     Faulty.store.clear()

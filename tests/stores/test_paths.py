@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 from learnerkit import CheckpointCallback, CSVLogger, ImageData, TextData
-from learnerkit.stores.paths import StoreError, StorePath, local_folder, place
+from learnerkit.stores.paths import StoreError, StorePath, any_path, local_folder
 
 
 @pytest.fixture
@@ -22,10 +22,10 @@ def store():
 
 
 def test_a_url_is_told_from_a_path():
-    assert place("memory://bucket/run/") == StorePath("memory://bucket/run")
-    assert place("file:///tmp/run") == Path("/tmp/run")
+    assert any_path("memory://bucket/run/") == StorePath("memory://bucket/run")
+    assert any_path("file:///tmp/run") == Path("/tmp/run")
     for path in ("run", "/a/run", "./s3:/a", "s3:a", "run:1/a", "C:/run", "c://run", Path("exp:1/run")):
-        assert place(path) == Path(path)
+        assert any_path(path) == Path(path)
 
 
 def test_a_place_has_the_parts_of_a_path():
