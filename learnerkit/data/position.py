@@ -74,7 +74,10 @@ class Position:
 
     def of_all_ranks(self, learn: "Learner") -> int:
         """Return the number of samples of all ranks in the batch; where only the data tell, that of a full batch."""
-        total = learn.dl.share.total
+        share = getattr(learn.dl, "share", None)  # only a rank's loader has a share
+        if share is None:
+            return learn.batch_size
+        total = share.total
         return self._per_step * (self._batch_size or 1) if total is None else total
 
     @property

@@ -15,8 +15,10 @@ from learnerkit.run_state import Resumption
 
 PACKAGE = str(Path(learnerkit.__file__).parent)
 
-HELPERS = {"callback.py", "utils.py", "values.py", "torch_internals.py", "text.py", "shards.py"}
-"""They have attributes looked up, wrappers and shards taken off and texts made safe, and know of no checkpoint."""
+HELPERS = {"callback.py", "utils.py", "values.py", "torch_internals.py", "text.py", "shards.py",
+           "clusters/place.py", "clusters/slurm.py", "clusters/table.py", "processes/event_file.py"}  # fmt: skip
+"""They have attributes looked up, wrappers and shards taken off, texts made safe, ranks numbered by the variables of a
+cluster and lines appended for the launcher, and know of no checkpoint."""
 
 
 class Look:

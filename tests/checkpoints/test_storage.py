@@ -374,7 +374,7 @@ def test_another_format_says_so(tmp_path):
     path = tmp_path / "step3" / "manifest.json"
     manifest = json.loads(path.read_text()) | {"format": 1}
     write_manifest(path.parent, manifest)
-    with pytest.raises(CheckpointError, match="is of format 1; this version reads 2"):
+    with pytest.raises(CheckpointError, match="is of format 1; this version reads 3"):
         read_checkpoint(path.parent)
 
 

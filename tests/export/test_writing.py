@@ -210,7 +210,7 @@ def test_names_say_what_is_written(tmp_path):
         learn.export("../a.pt2")
     with pytest.raises(ValueError, match="a plain name inside"):
         learn.export("..")
-    with pytest.raises(TypeError, match="it is a name or a path"):
+    with pytest.raises(TypeError, match="it is a name, a path or a URL"):
         learn.export(None)
 
 

@@ -313,7 +313,8 @@ def test_a_cluster_says_how_machines_meet_unless_options_do(no_gpu, monkeypatch,
     assert (out, err.count("\n")) == ("", bool(said))
     assert err.startswith(f"learnerkit.launch: {said}" if said else "")
     of_network = {"GLOO_SOCKET_IFNAME": "eth0", "TP_SOCKET_IFNAME": "eth0"}  # the user has chosen that of NCCL
-    assert plan.job.env == (of_network if environ is SAGEMAKER else {})
+    of_run = {"LEARNERKIT_LAUNCHER": "Lepton x"} if environ is LEPTON else {}
+    assert plan.job.env == (of_network if environ is SAGEMAKER else of_run)
 
 
 @pytest.mark.parametrize(

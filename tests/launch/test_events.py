@@ -158,9 +158,10 @@ def test_a_file_that_cannot_be_written_is_refused_at_the_start(tmp_path, monkeyp
         assert f"error: {option} {tmp_path}: it is not a regular file" in capsys.readouterr().err
 
 
-def test_a_batch_script_gets_both_options():
-    options = cli.make_parser().parse_args(["--events", "a", "--heartbeat", "b", "train.py"])
-    assert cli.launcher_options(options) == ["--events", "a", "--heartbeat", "b"]
+def test_a_job_file_gets_both_options(capsys):
+    job = ["--write-job", "slurm", "--job-file", "-"]
+    assert cli.main([*job, "--events", "a", "--heartbeat", "b", __file__]) == 0
+    assert "-m learnerkit.launch --events a --heartbeat b" in capsys.readouterr().out
 
 
 # With processes

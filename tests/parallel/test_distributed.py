@@ -49,12 +49,12 @@ def test_a_loader_of_fastai_under_ddp_says_what_to_do_with_its_data():
     with pytest.raises(
         TypeError, match=r"the loader is a TfmdDL of fastai; under DDP it must be a torch DataLoader.*ds"
     ):
-        rank_loader(loader, "the loader", training=True, split=False, least=1, seed=0)
+        rank_loader(loader, "the loader", training=True, split=False, least=1)
 
 
 def test_a_stream_of_batches_under_ddp_is_told_how_it_becomes_a_loader():
     with pytest.raises(TypeError, match=r"the loader is a generator; .*make DataLoader\(\.\.\., batch_size=None\)"):
-        rank_loader((x for x in []), "the loader", training=True, split=False, least=1, seed=0)
+        rank_loader((x for x in []), "the loader", training=True, split=False, least=1)
 
 
 def test_a_misspelled_argument_names_the_near_one():

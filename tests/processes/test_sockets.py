@@ -114,7 +114,7 @@ def test_a_store_may_come_after_what_closed_the_connection(monkeypatch):
 )
 def test_which_torch_need_not_be_asked(monkeypatch, release, tested):
     monkeypatch.setattr(sockets, "TESTED", (2, 15))
-    monkeypatch.setattr(sockets, "version", lambda name: release)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: release)
     assert torch_is_tested() is tested
 
 
