@@ -91,7 +91,7 @@ def on(rank, rows, where="forward", **kwargs):
     return InPasses(rows if rank in (-1, RANK) else 1000, where, **kwargs)
 
 
-@pytest.mark.parametrize("where", ["forward", "backward", "without gradients"])
+@pytest.mark.parametrize("where", mostly_slow(["forward", "backward", "without gradients"], "backward"))
 @pytest.mark.parametrize("which", mostly_slow([-1, 0, 1], 1))
 def test_a_rank_that_runs_out_of_memory_in_a_pass_leaves_no_rank_waiting(which, where):
     limit = on(which, 2, where)
@@ -137,7 +137,7 @@ class WithUnused(Net):
 
 @pytest.mark.filterwarnings("ignore:find_unused_parameters=True was chosen")
 @pytest.mark.parametrize("where", mostly_slow(["forward", "backward"], "backward"))
-@pytest.mark.parametrize("job", mostly_slow(JOBS, "a rank without data", "accumulated", "counted"))
+@pytest.mark.parametrize("job", mostly_slow(JOBS, "accumulated"))
 def test_a_job_in_parts_equals_one_process(job, where):
     given = dict(JOBS[job])
     cbs, options, parts = given.pop("cbs", []), given.pop("options", None), given.pop("parts", None)
@@ -147,6 +147,7 @@ def test_a_job_in_parts_equals_one_process(job, where):
     assert far(fitted(cbs=[cb() for cb in cbs], together=False, **given), split) < 1e-9
 
 
+@pytest.mark.slow
 def test_samples_are_mixed_and_precision_is_lowered_as_without_parts():
     for cbs in ([MixUp], [lambda: MixedPrecision("bf16")]):
         limit = on(0, 3)
@@ -155,26 +156,29 @@ def test_samples_are_mixed_and_precision_is_lowered_as_without_parts():
         assert far(fitted(cbs=[cb() for cb in cbs]), split) < (1e-9 if cbs == [MixUp] else 5e-2)
 
 
+@pytest.mark.slow
 def test_random_numbers_are_those_of_as_many_parts_beforehand():
     limit = on(1, 2, "backward")
     split = fitted(limit, [SplitBatch()], model=lambda: Net(0.5))
     assert far(fitted(cbs=[SplitBatch(parts=split.split_batch.parts)], model=lambda: Net(0.5)), split) == 0
 
 
-def test_a_cancel_on_one_rank_leaves_no_rank_waiting():
-    cases = [
-        (0, "before_batch", CancelBatchException, 0),
-        (0, "before_batch", CancelBatchException, 1),
-        (0, "after_pred", CancelBatchException, 0),
-        (1, "after_loss", CancelBatchException, 1),
-        (3, "before_batch", CancelBatchException, 0),
-        (1, "before_step", CancelStepException, 0),
-    ]
-    for at, event, error, which in cases:
-        whole = fitted(cbs=[Cancels(event, error, at, 0)], epochs=1)
-        limit = on(which, 3)
-        split = fitted(limit, [SplitBatch(), Cancels(event, error, at, 0)], epochs=1)
-        assert far(whole, split) < 1e-9, (at, event)
+CANCELS = {
+    "first batch, on the rank that is cut": (0, "before_batch", CancelBatchException, 0),
+    "first batch": (0, "before_batch", CancelBatchException, 1),
+    "after the forward pass": (0, "after_pred", CancelBatchException, 0),
+    "after the loss": (1, "after_loss", CancelBatchException, 1),
+    "later batch": (3, "before_batch", CancelBatchException, 0),
+    "step": (1, "before_step", CancelStepException, 0),
+}
+
+
+@pytest.mark.parametrize("where", mostly_slow(CANCELS, "first batch", "step"))
+def test_a_cancel_on_one_rank_leaves_no_rank_waiting(where):
+    at, event, error, which = CANCELS[where]
+    whole = fitted(cbs=[Cancels(event, error, at, 0)], epochs=1)
+    split = fitted(on(which, 3), [SplitBatch(), Cancels(event, error, at, 0)], epochs=1)
+    assert far(whole, split) < 1e-9
 
 
 def test_evaluation_is_cut_on_the_rank_that_needs_it():

@@ -168,6 +168,7 @@ def test_node_0_reaches_its_store_though_its_name_stands_for_another_address(mon
     store.set("as", "ever")
 
 
+@pytest.mark.slow
 def test_a_name_that_resolves_late_is_waited_for(monkeypatch):
     known = iter([False] * 40 + [True])
     monkeypatch.setattr(rendezvous, "resolves", lambda host: host == LOOPBACK and next(known))
