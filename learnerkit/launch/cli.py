@@ -180,7 +180,9 @@ def make_parser(prog: str = "learnerkit.launch") -> Parser:
     add("-u", dest="unbuffered", action="store_true", help="do not buffer the output of the processes")
     add("-m", dest="as_module", action="store_true", help="run a module, as python -m does")
     add("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    several = parser.add_argument_group("several machines", "run the same command on each; srun needs none of these")
+    several = parser.add_argument_group(
+        "several machines", "run the same command on each; on a cluster none of these is needed"
+    )
     add = several.add_argument
     add("--nnodes", metavar="N|MIN:MAX", help="number of machines (nodes), or the least and the most of them")
     add("--node-rank", type=int, metavar="R", help="which of N nodes this is, from 0")

@@ -40,9 +40,11 @@ USES = {
     "image": ("kubeflow", "skypilot", "sagemaker"),
     "instance_type": ("sagemaker",),
 }
-DEFAULTS: dict[str, dict[str, Any]] = {"slurm": {"output": "%x-%j.out"}, "sagemaker": {"time": "1-0"}}
+TO_FILL_IN = {"image": "IMAGE", "instance_type": "INSTANCE_TYPE"}  # what stands in a file that needs the value
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "slurm": {"output": "%x-%j.out"}, "kubeflow": {"image": "IMAGE"}, "sagemaker": {"time": "1-0", **TO_FILL_IN},
+}  # fmt: skip
 LIMITS = {"slurm": "has the time limit of the cluster or of the partition", "sagemaker": "ends after a day"}
-NEEDS = {"kubeflow": ["image"], "sagemaker": ["image", "instance_type"]}
 RELIED_ON = {  # what the batch script sets itself, for each option of sbatch that would change it
     "signal": "signal=B:USR1@120", "open-mode": "open-mode=append", "requeue": "requeue",
     **dict.fromkeys(("ntasks", "ntasks-per-node", "tasks-per-node"), "ntasks-per-node=1"), "no-requeue": "requeue",
@@ -69,7 +71,7 @@ def job_text(
         grace: the seconds that the launcher gives the ranks to save.
 
     Raises:
-        ValueError: a value is missing or not allowed; the message says why.
+        ValueError: a value is not allowed; the message says why.
     """
     values = {"nodes": 1, **DEFAULTS.get(kind, {})} | {
         name: value for name, value in options.items() if value is not None
@@ -131,6 +133,9 @@ def remarks(kind: str, options: Mapping[str, Any]) -> list[str]:
         said.append("without --gpus-per-node the job asks for no GPUs")
     if kind in LIMITS and options["time"] is None:
         said.append(f"without --time the job {LIMITS[kind]}")
+    for name, text in TO_FILL_IN.items():
+        if DEFAULTS.get(kind, {}).get(name) and options[name] is None:
+            said.append(f"without {_option(name)} the file is not complete: write yours in the place of {text}")
     if kind != "slurm":
         said.append("checkpoints need a place that outlives the job's machines; comments in the file say how")
     for folder in {Path(file).parent: None for file in (options["output"], options["error"]) if file}:
@@ -150,7 +155,7 @@ def _option(name: str) -> str:
 
 
 def _check(kind: str, values: Mapping[str, Any]) -> None:
-    """Raise a ValueError for an option that is missing or means nothing, or a value that would break the file."""
+    """Raise a ValueError for an option that means nothing, or a value that would break the file."""
     for name, value in values.items():
         if kind not in USES[name]:
             uses = " or ".join(USES[name])
@@ -158,8 +163,6 @@ def _check(kind: str, values: Mapping[str, Any]) -> None:
         for text in value if isinstance(value, list) else [str(value)]:
             if not (text.strip() and text.isprintable()):
                 raise ValueError(f"{_option(name)} {text!r}: give a text without line breaks and control characters")
-    if missing := [_option(name) for name in NEEDS.get(kind, ()) if name not in values]:
-        raise ValueError(f"--write-job {kind} needs {' and '.join(missing)}")
 
 
 def _seconds(kind: str, text: str | None) -> int | None:

@@ -193,8 +193,6 @@ def test_a_value_does_not_leave_its_place(kind):
         ("skypilot", {"time": "8:00:00"}, "--time means nothing for skypilot; .*slurm or kubeflow or sagemaker$"),
         ("sagemaker", {"gpus_per_node": "8"}, "--gpus-per-node means nothing for sagemaker"),
         ("slurm", {"image": "x"}, "--image means nothing for slurm; .* kubeflow or skypilot or sagemaker$"),
-        ("kubeflow", {"image": None}, "--write-job kubeflow needs --image$"),
-        ("sagemaker", {"image": None, "instance_type": None}, "needs --image and --instance-type$"),
         ("kubeflow", {"image": "a\nb"}, "--image 'a.nb': give a text without line breaks and control characters"),
         ("skypilot", {"env": ["A=\x1b"]}, "--env .*: give a text without line breaks and control characters"),
         ("sagemaker", {"time": "soon"}, "--time 'soon': give minutes"),
@@ -204,6 +202,18 @@ def test_a_value_does_not_leave_its_place(kind):
 def test_an_option_that_a_kind_cannot_use_is_refused(kind, options, message):
     with pytest.raises(ValueError, match=message):
         text_of(kind, **options)
+
+
+def test_a_file_that_lacks_a_value_says_where_to_write_it():
+    options = dict.fromkeys(jobs.USES)
+    assert 'image: "IMAGE"' in text_of("kubeflow", image=None)
+    assert 'training_image="IMAGE"' in text_of("sagemaker", image=None)
+    assert 'instance_type="INSTANCE_TYPE"' in text_of("sagemaker", instance_type=None)
+    lacks = "without --{} the file is not complete: write yours in the place of {}".format
+    assert lacks("image", "IMAGE") in jobs.remarks("kubeflow", options)
+    assert lacks("instance-type", "INSTANCE_TYPE") in jobs.remarks("sagemaker", options)
+    assert not any("complete" in said for said in jobs.remarks("skypilot", options))
+    assert not any("complete" in said for said in jobs.remarks("kubeflow", options | {"image": "x"}))
 
 
 @pytest.mark.parametrize(
