@@ -107,9 +107,13 @@ class WeighedScalars:
         self.weights.poll()
 
     def extend(self, values: Iterable[float], weights: Iterable[float]) -> None:
-        """Add the numbers and weights of a `state_dict`."""
+        """Add the numbers and weights of a `state_dict`.
+
+        Raises:
+            TypeError, ValueError: they are not as many numbers as weights.
+        """
         for value, weight in zip(values, weights, strict=True):
-            self.append(value, weight)
+            self.append(float(value), float(weight))
 
     def pairs(self) -> list[tuple[float, float]]:
         """Return each number with its weight. A host-device sync."""

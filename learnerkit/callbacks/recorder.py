@@ -108,7 +108,7 @@ class LossMeter(WeighedScalars):
                 count = sum(n for _, n in step)
                 total = sum(each if sums else each * n for each, n in step if n)  # A mean of nothing may be NaN.
                 loss = total if sums or not count else total / count
-            self.append(loss, count if counted else 0.0)
+            self.append(float(loss), float(count) if counted else 0.0)
         for name, part in self.parts.items():
             for rank in ranks if counted else ():
                 part.extend(**rank["parts"][name])

@@ -6,8 +6,8 @@ Each prints its part.
 
 A file counts if a function in it is called. What puts things back is no part of the error's way, and is left out with
 all that it calls: the cleanups of callbacks (`Dispatch.__exit__`), and what the contexts around a run and its batches
-do at their end (`PUT_BACK`). Nor does a generator count that is only closed or left, or what the launcher reads of the
-other rank.
+do at their end (`PUT_BACK`); so is what the launcher writes into the files for other programs. Nor does a generator
+that is only closed or left, or what the launcher reads of the other rank.
 """
 
 import dis
@@ -16,7 +16,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import learnerkit
@@ -71,7 +71,7 @@ def train(place: str, kind: str) -> None:
 
     PUT_BACK = (
         Dispatch.__exit__, Dispatch.close, kept_flags, Learner.added_cbs, Learner._part, training_modes, reading,
-        no_gradients_left, Heartbeat.close, TrainEvalCallback.note_modes,
+        no_gradients_left, Heartbeat.close, Heartbeat.phase, TrainEvalCallback.note_modes,
     )  # fmt: skip
     put_back.update(inspect.unwrap(function).__code__ for function in PUT_BACK)
     error = {"ValueError": ValueError, "RuntimeError": RuntimeError}[kind]("the cause")
@@ -100,10 +100,13 @@ def train(place: str, kind: str) -> None:
 
 def launch() -> int:
     """Launch this script, and return the exit code."""
-    from learnerkit.launch import cli, supervise
+    from learnerkit.launch import cli, events, supervise
     from learnerkit.processes.heartbeat import Heartbeat
 
     put_back.add(Heartbeat.close.__code__)
+    followed = events.LaunchEvents
+    put_back.update(function.__code__ for function in (followed.hearing, followed.outcome, followed.signal))
+    put_back.update(code for code in followed.hearing.__code__.co_consts if isinstance(code, CodeType))
     record_end = supervise.record_end
 
     def record(rank: Any) -> None:
