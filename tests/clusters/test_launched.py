@@ -59,7 +59,7 @@ def flat(numbers):
     return [x for each in numbers for x in flat(each)] if isinstance(numbers, list) else [numbers]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_two_pods_of_kubeflow_train_as_one_process(alone, tmp_path):
     port = free_port()
     envs = [

@@ -132,8 +132,8 @@ def missing(page):
 
 
 LONG = (
-    "agreement.md", "gan.md", "hang.md", "language_model.md", "large_models.md", "launching.md", "reinforcement.md",
-    "transformers.md",
+    "agreement.md", "carried_state.md", "equal.md", "gan.md", "hang.md", "imbalance.md", "language_model.md",
+    "large_models.md", "launching.md", "other_libraries.md", "ray.md", "reinforcement.md", "transformers.md",
 )  # fmt: skip
 """They start many processes, wait, or train for long, and show what tests of `-m slow` have, too."""
 

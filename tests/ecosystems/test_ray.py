@@ -9,7 +9,7 @@ from kernel import gone
 from launching import run_script
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.soak,
     pytest.mark.timeout(1800),  # Ray starts a dozen processes, three times workers
     pytest.mark.skipif(find_spec("ray") is None, reason="needs ray[train]"),  # an import of it sets variables
 ]

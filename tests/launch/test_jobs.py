@@ -380,7 +380,7 @@ def test_pods_of_kubeflow_that_are_ended_or_fail_go_on(job, hosts, uninterrupted
     assert job.result() == uninterrupted
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_machines_of_skypilot_train_together(job, hosts, uninterrupted):
     task = yaml.safe_load(text_of("skypilot", TRAIN, nodes=2))
     addresses = [address for _, address in hosts[: task["num_nodes"]]]
@@ -423,7 +423,7 @@ exit $code
 """
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_batch_script_of_slurm_goes_on_after_its_time_limit(job, uninterrupted):
     (job.folder / "job.sh").write_text(text_of("slurm", TRAIN, nodes=2, time="8:00:00"))
     job.program("srun", SRUN)
