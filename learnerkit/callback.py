@@ -328,7 +328,7 @@ class Dispatch:
 
     def _hook(self, cb: Callback, event: str) -> Callable[[], None]:
         hook = getattr(cb, event)
-        guarded = cb.rank0_only and distributed.world_size() > 1 and not is_ours(type(cb))
+        guarded = cb.rank0_only and not is_ours(type(cb)) and distributed.world_size() > 1
         return distributed.no_collectives(f"{cb!r}.{event}")(hook) if guarded else hook
 
     def _enter(self, cb: Callback, level: str) -> None:

@@ -53,7 +53,8 @@ class Place:
         elif self.nodes == 1:
             number = "one node"
         else:
-            number = f"{what} {self.node} of {self.nodes}, with {what} 0 at {self.address}:{self.port}"
+            number = f"{what} {self.node} of {self.nodes}"
+            number += f", with {what} 0 at {self.address}:{self.port}" if self.address else ""
         again = f", attempt {self.attempt + 1}" if self.attempt else ""
         return f"{self.cluster} says {number}{again} ({self.why})"
 
