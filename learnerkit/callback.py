@@ -281,6 +281,7 @@ class Dispatch:
     def __init__(self, cbs: list[Callback], fitting: bool) -> None:
         self.cbs, self.fitting = cbs, fitting
         self.training = True
+        self._is_main = distributed.is_main()  # asked once: outside of a process group it reads the environment
         self._owed: list[list] = []
         self.changed()
 
@@ -306,7 +307,7 @@ class Dispatch:
             and cb.run
             and getattr(cb, flag)
             and (self.fitting or not cb.only_fit)
-            and (not cb.rank0_only or distributed.is_main())
+            and (not cb.rank0_only or self._is_main)
         ]
 
     def _resolve(self) -> dict[str, list]:

@@ -48,6 +48,8 @@ class LaunchEvents(EventFile):
 
     def hearing(self, signals: SignalQueue, ranks: Sequence[Rank] = ()) -> SignalQueue:
         """Return a queue of the same signals that writes each of them, and looks at the ranks at intervals."""
+        if self.for_ranks() is None:
+            return signals
 
         def wait(seconds: float) -> Sequence[int]:
             if time.monotonic() >= self._due:
