@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -14,13 +15,13 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
+from helpers import ROOT
 from launching import environment
 
 from learnerkit.launch import cli, jobs
 from learnerkit.launch.jobs import KINDS, job_text
 from learnerkit.launch.supervise import LONG_GRACE_SECONDS
 
-ROOT = Path(__file__).parents[2]
 TRAIN = [str(ROOT / "tests" / "scripts" / "checkpoint_run.py"), "--resume"]
 LIMIT = 240  # seconds for one run, on a busy machine
 
@@ -256,6 +257,16 @@ def test_a_file_is_named_after_script_and_scheduler(capsys):
         assert printed == said[kind]
         assert cli.main(["--write-job", kind, *options, "--job-file", "-", "my train.py"]) == 0
         assert capsys.readouterr().out == Path(f"my train.{KINDS[kind][0]}").read_text()
+
+
+def test_the_example_is_what_its_readme_writes(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    readme = Path("examples/slurm/README.md").read_text()
+    command = readme.split("```sh\n")[1].split("\nsbatch ")[0].replace("\\\n", " ")
+    words = shlex.split(command.removeprefix("python -m learnerkit.launch"))
+    file = words[words.index("--write-sbatch") + 1]
+    assert cli.main(["-" if word == file else word for word in words]) == 0
+    assert capsys.readouterr().out == Path(file).read_text()
 
 
 def test_a_template_is_short_and_names_its_manual():
