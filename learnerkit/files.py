@@ -126,7 +126,7 @@ def name_or_any_path(name: str | AnyPath, directory: str = "the model directory"
     """Return what `name_or_path` returns, or the place in an object store that a URL names.
 
     Raises:
-        ImportError, ValueError: as `name_or_path`, and as `stores.paths.place`.
+        ImportError, ValueError: as `name_or_path`, and as `stores.paths.any_path`.
     """
     if isinstance(name, StorePath):
         return name

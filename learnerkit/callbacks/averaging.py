@@ -89,6 +89,11 @@ class _Averaging(Callback):
             put(self._average[name], value)
         self._loaded = {}
 
+    def _begin_loaded(self) -> None:
+        "Begin if a checkpoint was loaded and training has not begun; outside of a fit there is no average."
+        if self._loaded:
+            self._begin()
+
     def _update(self, average: Callable) -> None:
         "Update the average with the current weights. No host-device sync."
         for averages, own in self._groups:
@@ -110,7 +115,7 @@ class _Averaging(Callback):
         "Put the average into the model's tensors, in place: optimizers, DDP and compiled code refer to them."
         self._users += 1
         if self._users == 1 and self.n_averaged and self.module is None:
-            self._begin()
+            self._begin_loaded()
             self._kept = [(t, t.clone()) for t, _ in self._copies]
             self._write()
 
@@ -131,7 +136,7 @@ class _Averaging(Callback):
     @torch.no_grad()
     def after_fit(self) -> None:
         if self.n_averaged and self.module is None:
-            self._begin()
+            self._begin_loaded()
             self._write()
         self._forget()  # A file that is saved from now on has the model's own weights.
 
@@ -140,7 +145,7 @@ class _Averaging(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the average, and how often it was updated."""
-        return {"n": self.n_averaged, "average": dict(self._average) if self.n_averaged else {}}
+        return {"n": self.n_averaged, "average": dict(self._average or self._loaded) if self.n_averaged else {}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the average: if training has not begun, when it does."""
@@ -311,7 +316,8 @@ class EMA(_Averaging):
         if self.module is not None:
             self._write()
 
-    after_train = after_batch  # Accumulation may take a step at the end of its data.
+    def after_train(self) -> None:
+        self.after_batch()  # Accumulation may take a step at the end of its data.
 
     def cleanup_train(self) -> None:
         for hook in self._hooks:
@@ -348,7 +354,7 @@ class EMA(_Averaging):
         The averages of buffers are this rank's own, as each rank computes its buffers from its own data.
         """
         if self.module is None:
-            average = self._average if self._steps > self.start else {}
+            average = (self._average or self._loaded) if self._steps > self.start else {}
         else:
             copies = {id(average) for _, average in self._copies}
             average = {name: t for name, t in self._average.items() if id(local(t)) in copies}

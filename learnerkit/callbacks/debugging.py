@@ -123,7 +123,8 @@ class ShortEpochCallback(_LoaderSwap):
         if self.short_valid:
             self.before_train()
 
-    cleanup_validate = _LoaderSwap.cleanup_train
+    def cleanup_validate(self) -> None:
+        self.cleanup_train()
 
     def _batches(self) -> int:
         if self.n is not None:

@@ -69,9 +69,10 @@ class LossMeter(WeighedScalars):
     @collective
     def totals(self, sums: bool, sharded: bool) -> tuple[list[float], list[float], list[bool]]:
         """Return total losses, counts and cancels of each batch; if `sharded`, of each step over all ranks."""
-        counts = self.weights.all()
+        pairs = self.pairs()
+        counts = [n for _, n in pairs]
         # Where the count is 0 the loss may be the mean of nothing, a NaN.
-        totals = [(loss if sums else loss * n) if n else 0.0 for loss, n in self.pairs()]
+        totals = [(loss if sums else loss * n) if n else 0.0 for loss, n in pairs]
         if sharded:
             # A rank that has left training early, or whose data have ended, lacks the last steps. Where those of all
             # have ended, an accumulated step may have gone on. Every rank must reach this.

@@ -345,7 +345,8 @@ class TorchScheduler(Callback):
             self._advance()
         self._stepped = False
 
-    after_train = after_batch  # Accumulation may have taken its last step after the last batch.
+    def after_train(self) -> None:
+        self.after_batch()  # Accumulation may have taken its last step after the last batch.
 
     def after_epoch(self) -> None:
         if self.step == "epoch":

@@ -201,7 +201,8 @@ class CheckpointCallback(StepCounter):
         if newest is None or newest.info["fit"] < fit:
             self._found = None
             return None
-        end = self._end_of(fit)
+        is_end = newest.info["place"] == FIT and newest.info["fit"] == fit
+        end = newest if is_end else self._end_of(fit)
         if newest.info["fit"] > fit and end is None:
             distributed.warn_once(
                 f"fit {fit} of this script was done before, and its end is not kept any more in {self.path / _ENDS}: "

@@ -91,7 +91,7 @@ _PATIENCE = 600.0  # seconds that a rank may need longer than another for its pa
 
 
 class StoreUnreachable(CheckpointError):
-    """An object store cannot be read or written; its checkpoints may be whole."""
+    """An object store cannot be reached while its checkpoints are looked for; they may be whole."""
 
 
 class Checkpoint:
@@ -617,14 +617,14 @@ class StoreLock(Lock):
             return ""
 
     def _try(self) -> bool:
-        _, _, then = self._read().partition("\n")
+        who, _, then = self._read().partition("\n")
         host, pid, since = [*then.partition("\n")[0].split(), "", "", ""][:3]
         is_here = host == socket.gethostname()
         if is_here and pid.isdecimal() and int(pid) != os.getpid() and since == began(int(pid)) != "":
             return False
         if then and not is_here:
             warn(
-                f"{self._path.parent} was in use by {printable(self._holder())}, which has not left it: this run takes "
+                f"{self._path.parent} was in use by {printable(who)}, which has not left it: this run takes "
                 "it over, and if that one still runs, its next save is refused (errors.html#checkpoint-directory)"
             )
         self._path.write_bytes(self._mine.encode())
@@ -636,11 +636,12 @@ class StoreLock(Lock):
         Raises:
             CheckpointError: another run has taken it, or has taken and released it.
         """
-        if self._read() != self._mine:
+        there = self._read()
+        if there != self._mine:
+            who = printable(there.partition("\n")[0]) or "a run that has ended"
             raise CheckpointError(
-                f"{self._path.parent} was taken over by {printable(self._holder()) or 'a run that has ended'}: one run "
-                "at a time writes to a directory, and the one that began last holds it; this one writes no more there "
-                "(errors.html#checkpoint-directory)"
+                f"{self._path.parent} was taken over by {who}: one run at a time writes to a directory, and the one "
+                "that began last holds it; this one writes no more there (errors.html#checkpoint-directory)"
             )
 
     def release(self) -> None:

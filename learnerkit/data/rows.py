@@ -1,8 +1,7 @@
 """A loader that reads whole batches of a `TensorDataset` at once."""
 
 from collections.abc import Iterable, Iterator
-from itertools import chain
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,15 +57,19 @@ class RowsLoader(DataLoader):
 
     def __iter__(self) -> Any:  # torch's return type is a private class
         rows = _rows(self.dataset) if self.reads_rows else None
-        return super().__iter__() if rows is None else self._read_rows(*rows)
+        if rows is None or self.batch_sampler is None:
+            return super().__iter__()
+        return self._read_rows(self.batch_sampler, *rows)
 
-    def _read_rows(self, tensors: tuple[Tensor, ...], index: Tensor | None) -> Iterator[list[Tensor]]:
+    def _read_rows(
+        self, batches: Iterable, tensors: tuple[Tensor, ...], index: Tensor | None
+    ) -> Iterator[list[Tensor]]:
         pin = self.pin_memory and torch.accelerator.is_available()
         # torch's loader draws a seed for its workers here; the same draw keeps the random streams equal.
         draw_seed(self.generator)
         # This runs at every batch. No name refers to a batch that is yielded, so that its memory is free for reuse as
         # soon as the reader drops it.
-        for rows in cast(Iterable, self.batch_sampler):
+        for rows in batches:
             if type(rows) is not Tensor or rows.dtype != torch.long:
                 rows = torch.as_tensor(rows, dtype=torch.long)
             if index is not None:
@@ -83,18 +86,15 @@ class IndexBatches(BatchSampler):
     def __iter__(self) -> Iterator:
         order = self._order()
         if order is None:
-            return super().__iter__()
+            yield from super().__iter__()
+            return
         whole = len(order) // self.batch_size * self.batch_size
-        batches = order[:whole].view(-1, self.batch_size).unbind()  # this takes less time than `split`
-        rest = () if self.drop_last or whole == len(order) else (order[whole:],)
-        return chain(batches, rest, self._end(len(order)))
-
-    def _end(self, n: int) -> Iterator:
-        """Draw what torch's RandomSampler draws at its end, where it ignores another permutation; yield no batch."""
+        yield from order[:whole].view(-1, self.batch_size).unbind()  # this takes less time than `split`
+        if whole < len(order) and not self.drop_last:
+            yield order[whole:]
         generator = getattr(self.sampler, "generator", None)
-        if generator is not None:
-            torch.randperm(n, generator=generator)
-        yield from ()
+        if generator is not None:  # at its end torch's RandomSampler draws another permutation and ignores it
+            torch.randperm(len(order), generator=generator)
 
     def _order(self) -> Tensor | None:
         sampler: Any = self.sampler

@@ -118,7 +118,8 @@ class SampleStream:
             # A rank without samples gets real ones: their empty slice has the right shapes and types.
             piece = pieces[self.rank] if mine else pieces[0][: self.least]
             if self.opaque:
-                yield Share(place, None if mine else 0, self._samples_in(chain(*pieces))), piece[0]
+                total = self._samples_in(chain(*pieces)) if self.training else None
+                yield Share(place, None if mine else 0, total), piece[0]
             else:
                 yield Share(place, mine, sum(map(len, pieces))), piece
 
@@ -320,10 +321,13 @@ class PerSample(Dataset):
 
     def _fetched(self, seed: int, indices: Iterable) -> list:
         states, samples = seeds.seed_states(), []
+        several: Any = getattr(self.dataset, "__getitems__", None)
         try:
             for index in indices:
-                seeds.seed_host(seeds.mixed_seed(seed, int(index) if hasattr(index, "__index__") else index))
-                samples.append(self.dataset[index])
+                number = int(index) if hasattr(index, "__index__") else index
+                seeds.seed_host(seeds.mixed_seed(seed, number))
+                whole = several is None or not isinstance(number, int)
+                samples.append(self.dataset[index] if whole else several([index])[0])
         finally:
             seeds.set_seed_states(states)
         return samples

@@ -18,7 +18,7 @@ from learnerkit.export.facts import KEY, NotExported, read_facts
 from learnerkit.export.writing import ONNX, PROGRAM, SUFFIXES, exported_path
 from learnerkit.files import CheckpointError, notes_of
 from learnerkit.marks import collective
-from learnerkit.stores.paths import StorePath
+from learnerkit.stores.paths import AnyPath, StorePath
 from learnerkit.text import first_few, in_one_line, printable
 
 if TYPE_CHECKING:
@@ -74,14 +74,15 @@ def load(
         )
     distributed.follow_rank0("load_learner")
     with file.copied() if isinstance(file, StorePath) else nullcontext(file) as local:
-        return _read(make, local, model, dls, data, loss_func, device, path, model_dir)
+        return _read(make, local, file, model, dls, data, loss_func, device, path, model_dir)
 
 
 @collective
 def _read(
-    make: type["Learner"], file: Path, model: Any, dls: DataLoaders | None, data: Any, loss_func: Any,
+    make: type["Learner"], file: Path, shown: AnyPath, model: Any, dls: DataLoaders | None, data: Any, loss_func: Any,
     device: Any, path: str | Path, model_dir: str | Path,
 ) -> "Learner":  # fmt: skip
+    """Make the learner from a file, which may be a copy of the one that messages name (`shown`)."""
     if not file.is_file():
         exported = (p.name for p in file.parent.iterdir() if p.suffix in SUFFIXES) if file.parent.is_dir() else ()
         name, there = printable(str(file), 1000), first_few(sorted(exported), n=20)
@@ -89,14 +90,14 @@ def _read(
     own = DataLoaders(NoData(), NoData(), device=device) if dls is None else dls
     if file.suffix == PROGRAM:
         if model is not None:
-            raise ValueError(f"{file} is a program that needs no model: leave model= out")
+            raise ValueError(f"{shown} is a program that needs no model: leave model= out")
         program, text = programs.read(file, own.device)
-        facts = read_facts(text, file)
+        facts = read_facts(text, shown)
         program.inputs, model = facts.inputs, program
     else:
-        facts = read_facts(_record(file), file)
+        facts = read_facts(_record(file, shown), shown)
     if data is not None:
-        own = _prepared(data, facts.preprocessing, file, own.device)
+        own = _prepared(data, facts.preprocessing, shown, own.device)
     elif dls is None:
         if facts.preprocessing is not None:
             own = _OfPrepared(NoData(), NoData(), device=own.device)
@@ -108,7 +109,7 @@ def _read(
     if own.preprocessing is None:
         own.preprocessing = facts.preprocessing
     if file.suffix != PROGRAM:
-        made = _made(model, file, facts.model, own)
+        made = _made(model, shown, facts.model, own)
         model = made.model if isinstance(made, make) else made
         if not isinstance(model, nn.Module):
             raise TypeError(f"model={model!r} returned {made!r}; it must return an nn.Module")
@@ -122,7 +123,7 @@ def _read(
     return learn
 
 
-def _prepared(data: Any, preprocessing: Any, file: Path, device: Any) -> DataLoaders:
+def _prepared(data: Any, preprocessing: Any, file: AnyPath, device: Any) -> DataLoaders:
     "Return loaders without batches that turn raw inputs into those of the model."
     if preprocessing is None:
         raise ValueError(f"{file} has nothing of data={data!r}: it was exported by a learner of other data")
@@ -132,14 +133,14 @@ def _prepared(data: Any, preprocessing: Any, file: Path, device: Any) -> DataLoa
         raise CheckpointError(f"the preprocessing in {file} is none of {data!r}: {in_one_line(e)}") from e
 
 
-def _record(file: Path) -> str | None:
+def _record(file: Path, shown: AnyPath) -> str | None:
     try:
         return notes_of(file).get(KEY)
     except Exception as e:  # random bytes cause several types of errors
-        raise CheckpointError(f"{file} is damaged, or not a safetensors file: {in_one_line(e)}") from e
+        raise CheckpointError(f"{shown} is damaged, or not a safetensors file: {in_one_line(e)}") from e
 
 
-def _made(model: Any, file: Path, name: str, dls: DataLoaders) -> Any:
+def _made(model: Any, file: AnyPath, name: str, dls: DataLoaders) -> Any:
     "Return the user's model, or a learner with it, for the weights of a model of this name."
     if isinstance(model, nn.Module):
         return model

@@ -33,7 +33,7 @@ class Holder(NamedTuple):
         return {name: list(value) if isinstance(value, list) else value for name, value in values.items()}
 
     def device(self) -> torch.device:
-        """Return the device of the items of its lists; without items, that of the object, or of its other states."""
+        """Return the device of the tensors in its states, those in lists first; without any, that of the object."""
         values = list(self.read().values())
         tensors = tensors_in(sorted(values, key=lambda value: not isinstance(value, list)))
         named: Any = getattr(self.object, "device", torch.device("cpu"))

@@ -460,7 +460,10 @@ class NamedMeter(StatesMeter):
 
 
 class MergingMeter(_CombiningMeter):
-    """A meter of an object that can merge the states of others (torcheval's `merge_state`)."""
+    """A meter of an object that can merge the states of others (torcheval's `merge_state`).
+
+    Its state is that of torcheval, or else its attributes.
+    """
 
     def _read(self) -> Any:
         return self.metric.state_dict() if libraries.is_torcheval(self.metric) else dict(vars(self.metric))

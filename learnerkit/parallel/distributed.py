@@ -376,7 +376,8 @@ def warn_outside_context(learn: "Learner") -> None:
 def agreement_for(learn: "Learner", what: str) -> AbstractContextManager:
     """Return the context of an `Agreement` for the call `what`.
 
-    On one process it is one in which others may follow the run, and inside a run a null context.
+    Without one (one process, or no `DistributedCallback`) it is `followed` if other programs follow this launch. Inside
+    another run it is a null context.
     """
     member = member_of(learn.cbs)
     if member is None or distributed.world_size() == 1 or learn._agreement is not None:

@@ -305,7 +305,9 @@ def judge_targets(loss_func: Any, pred: Any, yb: tuple) -> list[Finding]:
 
 def _judge_values(loss_func: Any, pred: Tensor, target: Tensor) -> Iterator[Finding]:
     name, about = losses.loss_name(loss_func), _about(target)
-    if losses.is_cross_entropy(loss_func) and not target.is_floating_point():
+    if pred.is_complex() or target.is_complex():
+        return  # The loss has its own words for these.
+    if losses.is_cross_entropy(loss_func) and pred.ndim and not target.is_floating_point():
         if target.numel() and bool((target == losses.loss_option(loss_func, "ignore_index", -100)).all()):
             yield Finding(WRONG, f"{about}: all of them are ignore_index, so that the loss is the mean of nothing")
         text, advice = losses.out_of_range(loss_func, pred, target)
@@ -317,7 +319,9 @@ def _judge_values(loss_func: Any, pred: Tensor, target: Tensor) -> Iterator[Find
         if losses.is_one_of(loss_func, losses.BINARY_SHARES) and not _are_shares(pred):
             text = f"{name} takes predictions from 0 to 1 and got {_about(pred)}"
             yield Finding(WRONG, text, "use BCEWithLogitsLoss, or end the model with a sigmoid")
-    elif losses.is_one_of(loss_func, losses.ELEMENTWISE) and pred.is_floating_point() > target.is_floating_point():
+    elif target.is_floating_point() or not pred.is_floating_point():
+        return
+    elif losses.is_one_of(loss_func, losses.ELEMENTWISE):
         yield Finding(WRONG, f"{about}: {name} compares floats", "use .float()")
 
 

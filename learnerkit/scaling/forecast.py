@@ -23,6 +23,7 @@ from learnerkit.parallel.data_parallel import DataParallelCallback
 from learnerkit.parallel.distributed import DistributedCallback, member_of
 from learnerkit.processes.forks import cause, join_forks, run_in_forks
 from learnerkit.processes.machine import usable_cores
+from learnerkit.scaling.parts import waiter
 from learnerkit.scaling.trials import Pace, pace
 from learnerkit.utils import unwrap
 
@@ -213,12 +214,11 @@ def all_reduce_seconds(device: torch.device, n_bytes: int) -> float:
     """Measure the seconds of an all-reduce among all ranks; the same on every rank."""
     group = distributed.group("gradients", device.type)
     values = torch.zeros(max(1, n_bytes // 4), device=device)
-    seconds = []
+    seconds, wait = [], waiter(device)
     for _ in range(WARM + TIMES):
         start = time.perf_counter()
         dist.all_reduce(values, group=group)
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)  # A host-device sync: otherwise this would time the launch.
+        wait()  # a host-device sync: otherwise this would time the launch
         seconds.append(time.perf_counter() - start)
     # The rank that comes last has waited for no other, so its time counts.
     everyone = torch.tensor(distributed.all_gather(seconds[WARM:]), dtype=torch.float64)

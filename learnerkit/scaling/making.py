@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -235,6 +235,10 @@ class Making:
     def _advice(self, report: ScalingReport) -> Iterator[tuple[str, Callable]]:
         """Yield changes to try as (name, change); `change()` returns a context for it, and the batches of a step."""
         dls = self.learn.dls
+
+        def training_on(dl: Any) -> Callable[[], tuple[AbstractContextManager, int]]:
+            return lambda: (replaced(dls, loaders=[dl, *dls.loaders[1:]]), 1)
+
         # All ranks have the same report, so they try the same.
         saves = {name: 1 - seconds / report.seconds for name, seconds in report.without.items()}
         if saves.get("input", 0.0) > GAIN:
@@ -242,14 +246,14 @@ class Making:
             for n in (2, 4, 8):
                 new = n != getattr(dls.train, "num_workers", n) and n <= max(2, cores)
                 if new and (dl := with_workers(dls.train, n)) is not None:
-                    yield f"num_workers={n}", lambda dl=dl: (replaced(dls, loaders=[dl, *dls.loaders[1:]]), 1)
+                    yield f"num_workers={n}", training_on(dl)
         if self._is_sharded() and (member := member_of(self.learn.cbs)) is not None:
             if member.reshard_after_forward and self.learn.shards is None:
                 yield "reshard_after_forward=False", lambda: (replaced(member, reshard_after_forward=False), 1)
         elif self.ranks > 1 and saves.get("network", 0.0) > GAIN:
             yield from self._network_advice(report)
         if (dl := with_larger_batches(dls.train, 2)) is not None:
-            yield f"batches of {dl.batch_size}", lambda dl=dl: (replaced(dls, loaders=[dl, *dls.loaders[1:]]), 1)
+            yield f"batches of {dl.batch_size}", training_on(dl)
 
     def _network_advice(self, report: ScalingReport) -> Iterator[tuple[str, Callable]]:
         learn, member = self.learn, cast(parallel.DistributedCallback, member_of(self.learn.cbs))

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from tempfile import TemporaryDirectory, mkdtemp
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from learnerkit.text import in_one_line, printable
@@ -223,7 +223,9 @@ def local_folder(path: str | Path) -> Path:
         found = {each.removeprefix(f"{root}/"): about for each, about in system.find(root, detail=True).items()}
         if not found:
             raise FileNotFoundError("it has no objects")
-        if any(".." in name.split("/") for name in found):
+        if root in found:
+            raise ValueError("it is an object, and no folder")
+        if any(name.startswith("/") or ".." in name.split("/") for name in found):
             raise ValueError("the name of an object leads out of the folder")
         signs = ("size", "ETag", "LastModified", "mtime", "created")
         said = [there.url, sorted((name, *(str(about.get(sign)) for sign in signs)) for name, about in found.items())]
@@ -232,11 +234,12 @@ def local_folder(path: str | Path) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with open(folder.parent / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # other processes wait for the first
-            if not folder.is_dir():
-                copy = Path(mkdtemp(dir=folder.parent))
+            if folder.is_dir():
+                return folder
+            with TemporaryDirectory(dir=folder.parent) as made, ThreadPoolExecutor(16) as threads:
+                copy = Path(made, there.name)
                 for name in found:
                     (copy / name).parent.mkdir(parents=True, exist_ok=True)
-                with ThreadPoolExecutor(16) as threads:
-                    list(threads.map(lambda name: system.get_file(f"{root}/{name}", str(copy / name)), found))
+                list(threads.map(lambda name: system.get_file(f"{root}/{name}", str(copy / name)), found))
                 copy.rename(folder)
     return folder

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from learnerkit.text import did_you_mean, escaped_line, in_one_line, printable
+from learnerkit.text import did_you_mean, escaped, escaped_line, in_one_line, printable
 
 GRID_LIMIT = 100_000  # more combinations than anybody waits for
 NUMBER_LIMIT = 1e100  # the largest number in a config: sums and differences of such numbers are finite
@@ -155,13 +155,18 @@ def distribution(entries: Any, where: str) -> Any:
     if kind is None:
         raise ConfigError(f"{where}type is missing; it is one of {', '.join(TYPES)}")
     if kind in ("discrete", "categorical"):
-        choices = section.take("values", "choices")
+        keys = ("values", "choices")
+        choices = section.take(*keys)
         scalar = (bool, int, float, str, type(None)) if kind == "categorical" else (int, float)
         if not isinstance(choices, list) or not choices or not all(isinstance(c, scalar) for c in choices):
             what = "numbers" if kind == "discrete" else "strings, numbers, booleans or null"
-            section.refuse(("values", "choices"), choices, f"it is a list of {what}, at least one")
+            section.refuse(keys, choices, f"it is a list of {what}, at least one")
+        for choice in choices:
+            fits = escaped(choice) == choice if isinstance(choice, str) else abs(choice or 0) <= NUMBER_LIMIT
+            if not fits:  # NaN neither
+                section.refuse(keys, choice, "a text has no control characters, a number is at most 1e100")
         section.end()
-        return kinds.CategoricalDistribution(choices)
+        return kinds.CategoricalDistribution([*dict.fromkeys(choices)])
     whole = kind in ("integer", "int")
     log, scale = section.flag("log"), section.one_of(SCALES, "scalingType", "scaling_type")
     if log and scale is not None:
@@ -197,8 +202,8 @@ def grid_values(of: Any, size: int, where: str) -> list[Any]:
         )
     if step:
         return [low + i * step for i in range(n)]
-    values = (np.geomspace if of.log else np.linspace)(low, high, n)
-    return np.unique(values.round().astype(int) if is_whole else values).tolist()
+    values = (np.geomspace if of.log else np.linspace)(float(low), float(high), n).tolist()
+    return sorted({min(max(round(x) if is_whole else x, low), high) for x in values})
 
 
 @dataclass(frozen=True)

@@ -365,6 +365,18 @@ def test_what_is_validated_is_what_is_saved(average):
     assert average._average == {}  # nothing of it stays in memory
 
 
+@pytest.mark.parametrize("average", [EMA(0.7), SWA(1)])
+def test_after_a_fit_no_average_is_made_for_a_validation(average):
+    learn = learner(average)
+    learn.fit(3)
+    seen = []
+    look = Callback(before_batch=lambda cb: seen.append((dict(average._own), average._copies)))
+    learn.add_cb(look)
+    learn.validate()
+    assert seen
+    assert all(each == ({}, []) for each in seen)
+
+
 def test_the_best_model_is_an_average():
     later = Callback(order=90, after_fit=lambda cb: cb.learn.save("later"))
     later.only_fit = True

@@ -222,6 +222,8 @@ PROBLEMS = {
     "no gradients": (lambda: make_learner(model=Half()), "gradients", ["spare.weight, spare.bias", "freeze"]),
     "zero gradients": (lambda: make_learner(loss_func=lambda p, y: (p * 0).sum()), "gradients", ["all zero"]),
     "NaN gradients": (lambda: make_learner(loss_func=lambda p, y: (p * 0).sum().abs().sqrt()), "gradients", ["NaN"]),
+    "one number": (lambda: classes(model=nn.Sequential(make_model(n_out=3), OneNumber())), "targets",
+                   ["IndexError", "tensor of shape ()"]),
     "detached": (lambda: make_learner(loss_func=lambda p, y: (p.detach() - y).sum()), "gradients",
                  ["does not require grad"]),
     "forgotten": (lambda: make_learner(splitter=lambda m: [list(m[0].parameters())]), "optimizer",
@@ -251,6 +253,11 @@ PROBLEMS = {
 class Fails(Callback):
     def after_loss(self):
         raise KeyError("gone")
+
+
+class OneNumber(nn.Module):
+    def forward(self, x):
+        return x.mean()
 
 
 class Broken(Dataset):

@@ -99,5 +99,11 @@ def test_a_folder_that_is_empty_or_has_a_name_that_leads_out_is_refused(store, t
     with pytest.raises(FileNotFoundError, match="memory://none: there is no such object or bucket"):
         local_folder("memory://none")
     store.pipe_file("/texts/../../x.txt", b"")
-    with pytest.raises(StoreError, match="the name of an object leads out of the folder"):
-        local_folder("memory://texts")
+    store.pipe_file("/slashes//etc/x.txt", b"")
+    for url in ("memory://texts", "memory://slashes"):
+        with pytest.raises(StoreError, match="the name of an object leads out of the folder"):
+            local_folder(url)
+    store.pipe_file("/single.txt", b"")
+    with pytest.raises(StoreError, match=r"single\.txt: .*it is an object, and no folder"):
+        local_folder("memory://single.txt")
+    assert [*tmp_path.rglob("*")] == []

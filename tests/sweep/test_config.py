@@ -136,6 +136,8 @@ LR = {"type": "float", "min": 1e-3, "max": 1}
          r"max/high: got 1000.* \(401 characters\) .*; it is a number of at most 1e\+100"),
         ('{"parameters": {"lr": {"type": "float", "max": 1' + "0" * 5000 + "}}}", "is not valid JSON: Exceeds"),
         ('{"parameters": {"lr": {"type": "float", "max": NaN}}}', r"parameters\.lr: max/high: got NaN; it is a number"),
+        ('{"parameters": {"n": {"type": "discrete", "values": [1, NaN]}}}', "got NaN; .* a number is at most"),
+        ({"parameters": {"n": {"type": "categorical", "values": ["a\0"]}}}, r"got .*u0000.*; a text has no control"),
         ({"parameters": {"lr": LR | {"max": 1e308}}}, r"parameters\.lr: max/high: got 1e\+308; it is a number"),
         ({"parameters": {"lr": LR | {"step": 5e-324}}}, "parameters.lr: Optuna refuses these numbers"),
         ({"sampler": 0}, "sampler: got 0; it is a name or"),
