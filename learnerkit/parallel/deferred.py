@@ -8,6 +8,7 @@ from torch import Tensor
 
 from learnerkit import distributed
 from learnerkit.marks import collective
+from learnerkit.parallel.model_checks import asks_ranks
 from learnerkit.torch_internals import remove_hooks
 
 if TYPE_CHECKING:
@@ -34,7 +35,10 @@ class Deferred:
 
     @collective
     def backward(self) -> None:
-        """Compute the gradients of the weighted loss; a batch that counts nothing has none."""
+        """Compute the gradients of the weighted loss.
+
+        A batch that counts nothing has none. It makes its pass only where other ranks wait in theirs for this rank.
+        """
         step, learn = self.step, self.step.learn
         loss = learn.loss_grad
         if step.is_changed():
@@ -48,7 +52,7 @@ class Deferred:
         pieces: list[Tensor] = []  # a parameter occurs once for each piece of its gradient
         hooks = [p.register_post_accumulate_grad_hook(pieces.append) for p in heard]
         try:
-            if self.own or something:
+            if self.own or something or asks_ranks(learn.model):
                 learn._backward()
         finally:
             remove_hooks(hooks, heard)

@@ -3,8 +3,6 @@
 from contextlib import suppress
 from typing import cast
 
-from torch import nn
-
 from learnerkit import distributed
 from learnerkit.callback import Callback
 from learnerkit.data.cuts import cut_rows
@@ -13,7 +11,7 @@ from learnerkit.gradient_mean import StepGradient, counts_something
 from learnerkit.losses import output_of, pass_kept
 from learnerkit.marks import collective
 from learnerkit.parallel.agreement import STEP
-from learnerkit.parallel.model_checks import rank_norms
+from learnerkit.parallel.model_checks import asks_ranks, rank_norms
 from learnerkit.parallel.rank_step import RankStep
 from learnerkit.utils import overrides
 
@@ -147,8 +145,3 @@ class StandIn(Callback):
         if not learn.batch_size:
             for name in ("batch", "xb", "yb", "pred", "output"):
                 setattr(learn, name, cut_rows(getattr(learn, name), 0, 0, 0))
-
-
-def asks_ranks(model: nn.Module) -> bool:
-    """Tell whether a model's forward pass contains collectives of torch's, which run on an empty batch, too."""
-    return any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())

@@ -124,6 +124,11 @@ def rank_norms(model: nn.Module) -> dict[str, nn.Module]:
     return {name: m for name, m in modules if isinstance(m, BatchNorm) and not isinstance(m, nn.SyncBatchNorm)}
 
 
+def asks_ranks(model: nn.Module) -> bool:
+    """Tell whether the passes of a model contain collectives of torch's, which take an empty batch, too."""
+    return any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
+
+
 @contextmanager
 def synchronised(model: nn.Module) -> Iterator[None]:
     """Replace each BatchNorm inside a model by `SyncBatchNorm` within a context; it shares the parameters."""

@@ -14,6 +14,7 @@ from learnerkit.host_scalars import HostCopy
 from learnerkit.losses import output_of
 from learnerkit.marks import collective
 from learnerkit.parallel.agreement import AFTER_BATCH, NEXT_BATCH, STEP, TOLD, Agreement, RankDispatch
+from learnerkit.parallel.model_checks import asks_ranks
 from learnerkit.parallel.passes import Passes
 from learnerkit.text import first_few
 from learnerkit.torch_internals import check_reduced
@@ -289,14 +290,15 @@ class Overlapped:
         if step.is_changed():
             self._give_up().backward()
             return
-        something = step.weigh()
+        # A batch that counts nothing makes its pass only where other ranks wait in theirs for this rank.
+        passes = step.weigh() or asks_ranks(learn.model)
         if not learn.step_due:
-            if something:
+            if passes:
                 learn._backward()
             step.reduced = True
             return
-        roots = self.ddp([learn.loss_grad] if something else list(step.params.values()))
-        gradients = [None if something else torch.zeros_like(root) for root in roots]
+        roots = self.ddp([learn.loss_grad] if passes else list(step.params.values()))
+        gradients = [None if passes else torch.zeros_like(root) for root in roots]
         if carrier is not None:
             # The carrier is a root of the backward pass with a given gradient, so it needs no further operations.
             roots.append(carrier)

@@ -455,3 +455,64 @@ def test_buffers_come_from_rank_0_at_the_start_and_before_each_step():
         same = [all(torch.equal(each, other) for other in distributed.all_gather(each)) for each in found]
         assert same[0]
         assert all(same) == alike
+
+
+# Norms over all ranks, whose backward pass needs every rank, too
+
+
+class SumOfRanks(torch.autograd.Function):
+    """The sum of a tensor over the ranks, in the forward and in the backward pass."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return SumOfRanks.summed(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return SumOfRanks.summed(gradient)
+
+    @staticmethod
+    def summed(x):
+        x = x.clone()
+        if distributed.world_size() > 1:
+            torch.distributed.all_reduce(x)
+        return x
+
+
+class RankNorm(nn.SyncBatchNorm):
+    """Normalizes by the statistics of all ranks, on the CPU, where torch's has no kernels."""
+
+    def forward(self, x):
+        if not self.training:
+            return super().forward(x)
+        rows = x.mT.flatten(0, 1)
+        sums = SumOfRanks.apply(torch.cat([rows.sum(0), (rows * rows).sum(0), x.new_tensor([len(rows)])]))
+        mean, square = (sums[:-1] / sums[-1]).view(-1, x.shape[1], 1).chunk(2)
+        return (x - mean) / (square - mean**2 + self.eps).sqrt() * self.weight[:, None] + self.bias[:, None]
+
+
+@pytest.mark.parametrize("way", ["overlapped", "after the pass", "accumulated", "some count nothing"])
+def test_a_rank_without_samples_takes_part_in_the_backward_pass_of_a_norm_over_all_ranks(way):
+    def model():
+        torch.manual_seed(4)
+        halves = [nn.Unflatten(1, (3, 2)), RankNorm(3), nn.Flatten()]
+        return nn.Sequential(nn.Linear(4, 6), *halves, nn.Tanh(), nn.Linear(6, 2)).double()
+
+    class Ignores(Callback):
+        def before_batch(self):
+            if way == "some count nothing" and self.training and self.iter == 1 and self.learn.n_ranks == 2:
+                kept = torch.full_like(self.yb[0], -100) if distributed.rank() else self.yb[0]
+                self.learn.yb = (kept,)
+
+    def made(alone, **options):
+        cbs = [GradientAccumulation(n_batches=2), Ignores()] if way == "accumulated" else [Ignores()]
+        return trained(cbs=cbs, alone=alone, model=model(), **options)
+
+    options = {"find_unused_parameters": True} if way == "after the pass" else {}
+    learn, _, ways = made(False, **options)
+    assert ("Overlapped" in ways) is (way != "after the pass")
+    if way == "some count nothing":
+        return  # the norm sees the samples, and one process cannot be told to count only some
+    with distributed.alone():
+        one = made(True)[0]
+    torch.testing.assert_close(weights(learn), weights(one), rtol=1e-9, atol=1e-9)
