@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, Adam, Optimizer
 
 from learnerkit.shards import is_shard, rows_of
 from learnerkit.text import did_you_mean, first_few, in_one_line, printable
@@ -189,6 +189,8 @@ def _made(opt_func: Callable[..., Any], groups: list[dict], lr: float, model: nn
     is_sparse = any(getattr(module, "sparse", None) is True for module in model.modules())
     is_real = all(p.is_floating_point() for p in model.parameters())
     is_free = not options.keys() & {"fused", "foreach", "capturable", "differentiable", "dampening"}
+    if is_torchs and any(is_shard(p) for group in groups for p in group["params"]):
+        is_free = is_free and issubclass(kind, Adam)  # DTensor has no other fused kernel
     if is_torchs and is_real and is_free and not is_sparse and "fused" in signature(kind).parameters:
         try:
             made = opt_func([dict(group) for group in groups], lr=lr, fused=True)
