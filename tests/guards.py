@@ -67,8 +67,11 @@ def _with_descendants(pid):
         return []
 
 
-# torch notes the place of its cache when a compiler is first asked for; scikit-learn sets two when it is imported.
-_NOT_OURS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK")
+# torch notes places when a compiler is first asked for; scikit-learn sets two variables when it is imported.
+_NOT_OURS = (
+    "PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TRITON_PTXAS_PATH", "KMP_DUPLICATE_LIB_OK",
+    "KMP_INIT_AT_FORK",
+)  # fmt: skip
 
 
 def _globals():

@@ -345,6 +345,8 @@ class Compile(Callback):
         super().__init__()
         _check_arguments("torch.compile", kwargs, torch.compile, "model")
         self.kwargs = kwargs
+        graphs = (kwargs.get("options") or {}).get("triton.cudagraphs") or kwargs.get("backend") == "cudagraphs"
+        self._has_graphs = bool(graphs) or kwargs.get("mode") in ("reduce-overhead", "max-autotune")
         self._compiled: tuple[nn.Module, Callable | None] | None = None
 
     def before_fit(self) -> None:
@@ -355,6 +357,17 @@ class Compile(Callback):
             set_compiled_call(model, torch.compile(plain_call(model), **self.kwargs))
         else:
             distributed.warn_once(f"Compile leaves the model as it is: it is wrapped in {type(model).__name__}")
+
+    # A CUDA graph writes its results to the same place at each batch, and others keep the predictions and the loss.
+
+    def after_pred(self) -> None:
+        if self._has_graphs and not self.learn.training:
+            self.learn.pred = map_batch(Tensor.clone, self.learn.pred)
+
+    def after_loss(self) -> None:
+        learn = self.learn
+        if self._has_graphs and learn.loss_func is None and isinstance(learn.loss, Tensor):
+            learn.loss = learn.loss.clone()
 
     def cleanup_fit(self) -> None:
         if self._compiled is not None:

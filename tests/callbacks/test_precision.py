@@ -23,6 +23,8 @@ from torch.optim import AdamW
 from torch.utils.data import DataLoader, TensorDataset
 
 from learnerkit import (
+    EMA,
+    AccumMetric,
     Callback,
     CancelBackwardException,
     CancelBatchException,
@@ -840,3 +842,45 @@ def test_channels_last_reaches_the_model_on_a_gpu():
     learn.fit(1)
     assert learn.model.seen == {(True, True, False)}
     assert learn.model.conv.weight.is_contiguous()
+
+
+class OwnClasses(nn.Module):
+    """Computes its loss, which is then a tensor of the compiled code."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = make_model(8, 3)
+
+    def forward(self, x, targets):
+        logits = self.body(x)
+        return {"loss": nn.functional.cross_entropy(logits, targets), "logits": logits}
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch's compiler has many
+@pytest.mark.parametrize("options", [{}, {"mode": "reduce-overhead"}], ids=str)
+@pytest.mark.parametrize("own", [False, True])
+def test_training_compiled_for_a_gpu_is_the_same(own, options, fresh_compiler, monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "")
+
+    def trained(cbs):
+        batches = [tuple(t.cuda() for t in batch) for batch in DataLoader(make_classes(64, 8), 16)]
+        if own:
+            batches = [{"x": x, "targets": y} for x, y in batches]
+        model, loss = (OwnClasses(), None) if own else (make_model(8, 3), nn.CrossEntropyLoss())
+        learn = Learner(
+            DataLoaders(batches, batches, device="cuda", target_keys="targets" if own else ()), model, loss,
+            metrics=AccumMetric(lambda pred, y: (pred.argmax(1) == y).float().mean()), cbs=[*cbs, EMA(0.9)],
+            loss_weight="samples",
+        )  # fmt: skip
+        learn.fit(3, 0.01)
+        return learn, learn.validate(), learn.get_preds()[0]
+
+    with torch._inductor.config.patch(compile_threads=1):  # no processes of its own
+        (compiled, *seen), (plain, *expected) = trained([Compile(**options)]), trained([])
+    torch.testing.assert_close(seen, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(compiled.recorder.losses, plain.recorder.losses, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(compiled.recorder.values, plain.recorder.values, rtol=1e-4, atol=1e-5)
+    assert close(plain.model, compiled.model, 1e-4)
