@@ -123,7 +123,9 @@ def predict_memory(
         try:
             with distributed.alone(), trial(learn) as (one, like):
                 others = (4 * n, 8 * n) if trial is fake_steps else (n // 2 if n > 3 else 2 * n,)
-                prediction = _measured(one, map_batch(like, seen), n, every, others)
+                counts = trial is fake_steps or learn.dls.device.type != "cuda"
+                live = LiveBytes() if counts else _AllocatedBytes(learn.dls.device)
+                prediction = _measured(one, map_batch(like, seen), n, every, others, live)
                 return prediction.with_more(prediction.gradients) if several else prediction  # DDP has copies of them
         except Exception as error:  # User code may need values, or another batch size.
             reason = reason or in_one_line(error)
@@ -234,10 +236,46 @@ def real_steps(learn: "Learner") -> Iterator[tuple["Learner", Callable[[Tensor],
         yield one, itself
 
 
-def _measured(one: "Learner", seen: Seen, n: int, cbs: Sequence[Callback], others: Sequence[int]) -> Prediction:
+class _AllocatedBytes(AbstractContextManager):
+    """Reads what the allocator of a CUDA device has given out, also to kernels; it is like a `LiveBytes`.
+
+    Args:
+        device: the device, whose peak is reset.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def note(self, tensors: Iterable[Tensor]) -> None:
+        """Do nothing: the allocator knows of all tensors."""
+
+    @property
+    def now(self) -> int:
+        """The number of bytes given out."""
+        return torch.cuda.memory_allocated(self._device)
+
+    @property
+    def peak(self) -> int:
+        """The greatest number of bytes given out since it was last set, to `now`."""
+        return torch.cuda.max_memory_allocated(self._device)
+
+    @peak.setter
+    def peak(self, now: int) -> None:
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+
+def _measured(
+    one: "Learner",
+    seen: Seen,
+    n: int,
+    cbs: Sequence[Callback],
+    others: Sequence[int],
+    live: LiveBytes | _AllocatedBytes,
+) -> Prediction:
     """Measure the peaks of a step on `n` samples and of passes on other numbers of samples."""
     model = one.model.train()
-    live = LiveBytes()
     peaks = dict[int, int]()
     mode = next((cb.mode for cb in cbs if isinstance(cb, MixedPrecision)), None)
     again = next((cb.modules for cb in cbs if isinstance(cb, ActivationCheckpointing)), None)

@@ -1,6 +1,7 @@
 """What a step needs of the memory is predicted: within 10 % of the live tensors of real steps, and without a trace."""
 
 import copy
+import gc
 import random
 import time
 from functools import partial
@@ -28,7 +29,7 @@ from learnerkit import (
     unet_learner,
     vision_learner,
 )
-from learnerkit.inspection.undoing import held_tensors
+from learnerkit.inspection.undoing import held_tensors, move_to_device
 from learnerkit.preflight.prediction import Prediction, fake_steps, predict_memory, real_steps
 from learnerkit.torch_internals import LiveBytes
 
@@ -332,3 +333,106 @@ def test_in_a_fit_the_batch_is_the_present_one():
     learn = mlp(cbs=[Asking(), EMA()])
     learn.fit(1)
     assert found[0].peak == predict_memory(learn).peak
+
+
+# On a GPU
+
+
+def on_gpu(model, x, y=None, loss=None, **kwargs):
+    batches = [x if y is None else (x, y)] * 3
+    return Learner(DataLoaders(batches, device="cuda"), model, loss or nn.CrossEntropyLoss(), **kwargs)
+
+
+def of_torchvision(name, bs, mode=None):
+    from torchvision import models
+
+    cbs = [MixedPrecision(mode)] if mode else []
+    return on_gpu(getattr(models, name)(), torch.randn(bs, 3, 224, 224), torch.randint(1000, (bs,)), cbs=cbs)
+
+
+def wide_mlp():
+    layers = [nn.Linear(1024, 8192), nn.ReLU(), nn.Linear(8192, 8192), nn.ReLU(), nn.Linear(8192, 1000)]
+    return on_gpu(nn.Sequential(*layers), torch.randn(8192, 1024), torch.randint(1000, (8192,)))
+
+
+def wide_lstm():
+    model = Recurrent()
+    model.table, model.body = nn.Embedding(10_000, 512), nn.LSTM(512, 1024, batch_first=True)
+    model.head = nn.Linear(1024, 5)
+    return on_gpu(model, torch.randint(10_000, (256, 128)), torch.randint(5, (256,)))
+
+
+def wide_unet():
+    from torchvision import models
+
+    data = TensorDataset(torch.rand(48, 3, 224, 224), torch.randint(3, (48, 224, 224)))
+    dls = DataLoaders.from_datasets(data, data, bs=16, device="cuda", classes=list("abc"))
+    return unet_learner(dls, models.resnet34)
+
+
+def wide_table():
+    pd = pytest.importorskip("pandas")
+    rng = np.random.default_rng(0)
+    n = 3 * 32_768
+    frame = pd.DataFrame({"town": rng.choice(["Oslo", "Bonn"], n), "area": rng.normal(90, 30, n)})
+    frame["dear"] = frame["area"] > 90
+    dls = TabularData.from_df(frame, "dear", ["town"], ["area"]).dataloaders(bs=32_768, device="cuda")
+    return tabular_learner(dls, (2048, 1024))
+
+
+def wide_transformer(kind):
+    transformers = pytest.importorskip("transformers")
+    ids = torch.randint(5, 10_000, (16, 256))
+    sizes = {"hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "intermediate_size": 2048}
+    labels = ids
+    if kind == "bert":
+        config = transformers.BertConfig(vocab_size=10_000, num_labels=3, **sizes)
+        model, labels = transformers.BertForSequenceClassification(config), torch.arange(16) % 3
+    elif kind == "gpt2":
+        config = transformers.GPT2Config(
+            vocab_size=10_000, n_embd=512, n_layer=8, n_head=8, bos_token_id=0, eos_token_id=0
+        )
+        model = transformers.GPT2LMHeadModel(config)
+    else:
+        model = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(vocab_size=10_000, num_key_value_heads=4, loss_type="ForCausalLM", **sizes)
+        )
+    return Learner(DataLoaders([{"input_ids": ids, "labels": labels}] * 3, device="cuda"), model)
+
+
+ON_GPU = {
+    "MLP": wide_mlp,
+    "LSTM": wide_lstm,
+    "U-Net": wide_unet,
+    "tabular": wide_table,
+    "resnet50": partial(of_torchvision, "resnet50", 48),
+    "resnet50 in bf16": partial(of_torchvision, "resnet50", 48, "bf16"),
+    "efficientnet_b0": partial(of_torchvision, "efficientnet_b0", 48),
+    "convnext_tiny": partial(of_torchvision, "convnext_tiny", 32),
+    "vit_b_16": partial(of_torchvision, "vit_b_16", 32),
+    "swin_t": partial(of_torchvision, "swin_t", 32),
+    **{kind: partial(wide_transformer, kind) for kind in ("bert", "gpt2", "llama")},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ON_GPU)
+def test_on_a_gpu_the_peak_is_what_its_allocator_tells(kind):
+    torch.manual_seed(0)
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    learn = ON_GPU[kind]()
+    move_to_device(learn)
+    found = predict_memory(learn)
+    assert isinstance(found, Prediction), found
+    torch.cuda.reset_peak_memory_stats()
+    with learn.no_bar(), learn.no_logging():
+        learn.fit(1, 1e-5)
+    peak = torch.cuda.max_memory_allocated() - before
+    print(f"{kind}: predicted {found.peak / 2**20:.0f} MiB, peak {peak / 2**20:.0f} MiB: {found.peak / peak:.3f}")
+    # The kernels of a U-Net's convolutions at full size take more memory themselves.
+    assert found.peak == pytest.approx(peak, rel=0.15 if kind == "U-Net" else 0.1)
