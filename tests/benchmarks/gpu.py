@@ -15,6 +15,7 @@ in the rounds that count. GPT-2 makes its own loss, as it often does, so that no
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -130,7 +131,7 @@ class Net:
 
 SGD: Optimizer = partial(torch.optim.SGD, lr=1e-3, momentum=0.9, fused=True)
 ADAMW: Optimizer = partial(torch.optim.AdamW, lr=1e-4, fused=True)
-LARGE = {"steps": 40, "goal": "1.01", "bf16": True}
+LARGE = {"steps": 25, "goal": "1.01", "bf16": True}
 SMALL = Net("small net (float32, batch 32)", conv, partial(images, 32, 1, 28, 10), SGD, steps=500, goal="1.05")
 NETS = {
     "small": SMALL,
@@ -358,7 +359,7 @@ def serve(name: str, net: Net, epochs: int, device: str, fd: int) -> None:
             CONTESTANTS[name][0](model, data)
             if data.begun != epochs:
                 raise RuntimeError(f"it read {data.begun} epochs of {epochs}")
-            model.train()
+            model.to(device).train()  # Lightning leaves it on the host
             with torch.no_grad(), autocast(data):
                 batch = data.batches[0]
                 given = dict(zip(("input_ids", "labels"), batch, strict=False)) if len(batch) == 3 else batch
@@ -372,39 +373,43 @@ def serve(name: str, net: Net, epochs: int, device: str, fd: int) -> None:
 
 
 class Contestant:
-    """The process of a contestant, ready for its first round.
+    """The process of a contestant; the first that it tells is that it is ready for its first round.
 
     Args:
         name: its own.
         args: those of the measurement.
         net: the name of what it trains.
         folder: where it runs.
+
+    Attributes:
+        error: why it has failed; the others go on.
     """
 
     def __init__(self, name: str, args: argparse.Namespace, net: str, folder: str) -> None:
-        self.name = name
+        self.name, self.error = name, ""
         self.line, theirs = Pipe()
         with theirs:
             what = ["--device", args.device, "--rounds", args.rounds, *(["--tiny"] if args.tiny else [])]
             command = [sys.executable, Path(__file__).resolve(), *what, "--nets", net, "--serve", name, theirs.fileno()]
             self.process = subprocess.Popen(list(map(str, command)), pass_fds=[theirs.fileno()], cwd=folder)
-        self.last = self.told()
+        self.last: dict[str, float] = {}
 
-    def told(self) -> dict[str, float]:
-        """What it says next."""
+    def listen(self) -> None:
+        """Take what it says next."""
         try:
-            found: dict = self.line.recv()
+            found: dict = {} if self.error else self.line.recv()
         except EOFError:
-            raise SystemExit(f"the process of {self.name} has ended with {self.process.wait()}") from None
+            found = {"error": f"its process has ended with {self.process.wait()}"}
         if "error" in found:
-            raise SystemExit(f"{self.name} failed\n{found['error']}")
-        return found
+            self.error = found["error"].strip().splitlines()[-1]
+        self.last = found
 
     def round(self) -> float:
         """Have it train for an epoch, and return the seconds of a step."""
-        self.line.send("your turn")
-        self.last = self.told()
-        return self.last["seconds"]
+        if not self.error:
+            self.line.send("your turn")
+        self.listen()
+        return self.last.get("seconds", math.nan)
 
     def close(self) -> None:
         """Wait for its end."""
@@ -416,26 +421,32 @@ def compare(args: argparse.Namespace, key: str, net: Net, names: list[str]) -> l
     """Let all train one network, and return the rows of the table."""
     with tempfile.TemporaryDirectory() as folder:
         everyone = [Contestant(name, args, key, folder) for name in names]
+        for contestant in everyone:
+            contestant.listen()
         found = take_turns(args.rounds, *(contestant.round for contestant in everyone))
         for contestant in everyone:
             contestant.close()
     base, tolerance = everyone[0].last, 0.05 if net.bf16 else 1e-3
+    if everyone[0].error:
+        return [(f"{net.title}: a step by hand", "failed", everyone[0].error)]
     rows = [(f"{net.title}: a step by hand", f"{1e3 * median(times[0] for times in found):.3f} ms", "")]
     if base["peak"]:
         rows.append(("    peak memory by hand", f"{base['peak'] / 2**20:.1f} MiB", ""))
     for i, contestant in list(enumerate(everyone))[1:]:
-        for what in ("loss", "size"):
-            if abs(contestant.last[what] - base[what]) > tolerance * abs(base[what]):
-                raise SystemExit(
-                    f"{contestant.name} did not do the same: {what} {contestant.last[what]}, by hand {base[what]}"
-                )
+        name, last = label(contestant.name), contestant.last
+        if contestant.error:
+            rows.append((f"    {name}", "failed", contestant.error))
+            continue
+        if other := [what for what in ("loss", "size") if abs(last[what] - base[what]) > tolerance * abs(base[what])]:
+            told = ", ".join(f"{what} {last[what]:.6g}, by hand {base[what]:.6g}" for what in other)
+            rows.append((f"    {name}", "trained otherwise", told))
+            continue
         ours = contestant.name == "learnerkit"
         over = median(times[i] / times[0] for times in found)
         extra = 1e6 * median(times[i] - times[0] for times in found)
-        rows.append((f"    {label(contestant.name)}", f"x {over:.3f}, {extra:+.0f} us", net.goal if ours else ""))
+        rows.append((f"    {name}", f"x {over:.3f}, {extra:+.0f} us", net.goal if ours else ""))
         if base["peak"]:
-            memory = contestant.last["peak"] / base["peak"]
-            rows.append(("    its peak memory", f"x {memory:.4f}", "0.99 to 1.01" if ours else ""))
+            rows.append(("    its peak memory", f"x {last['peak'] / base['peak']:.4f}", "0.99 to 1.01" if ours else ""))
     return rows
 
 

@@ -289,7 +289,12 @@ def gpu(rounds: int) -> list[tuple[str, str, str]]:
     if subprocess.run(look, env=environment(gpu=True), check=False).returncode:
         return [("training steps on a GPU, of which there is none here", NOT_MEASURED, "")]
     command = [sys.executable, HERE / "gpu.py", "--rounds", rounds, "--file"]
-    return [(what, figure, goal) for what, figure, goal in measure_in_terminal(command, gpu=True)]
+    rows = [(what, figure, goal) for what, figure, goal in measure_in_terminal(command, gpu=True)]
+    augmented = json.loads(output_of([sys.executable, HERE / "gpu_images.py", "--rounds", rounds], gpu=True))
+    for name, times in augmented["seconds"].items():
+        what = f"augmenting whole batches at 224 pixels, {name}, times as fast as {augmented['workers']} workers"
+        rows.append((what, f"{1 / ratio(times):.1f}", "3"))
+    return rows
 
 
 BENCHMARKS: dict[str, Callable[[int], list[tuple[str, str, str]]]] = {
@@ -341,9 +346,9 @@ def wall_time(command: list) -> float:
     return time.perf_counter() - start
 
 
-def output_of(command: list) -> str:
+def output_of(command: list, gpu: bool = False) -> str:
     """What a command prints."""
-    done = subprocess.run(list(map(str, command)), env=environment(), capture_output=True, text=True)
+    done = subprocess.run(list(map(str, command)), env=environment(gpu), capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{' '.join(map(str, command))} failed\n{done.stdout}{done.stderr}")
     return done.stdout
