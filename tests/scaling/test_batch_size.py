@@ -413,7 +413,7 @@ def test_what_cannot_be_is_refused():
 # The memory
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("real", [False, True])
 def test_on_a_gpu_its_allocator_tells(monkeypatch, real):
     data = TensorDataset(torch.randn(4096, 64), torch.randn(4096, 1))
