@@ -184,9 +184,7 @@ class BuffersKept:
         """Copy the values, with one kernel for many of them."""
         self._now = [table[name] for table, name in self._places]
         buffers = [b for b in self._now if b is not None]
-        if not buffers:
-            self._copies = []
-        elif [b.shape for b in buffers] == [b.shape for b in self._copies]:
+        if buffers and [b.shape for b in buffers] == [b.shape for b in self._copies]:
             torch._foreach_copy_(self._copies, buffers)
         else:
             self._copies = [b.detach().clone() for b in buffers]
@@ -204,8 +202,7 @@ class BuffersKept:
         copies, tables = iter(self._copies), dict[int, dict[str, Any]]()
         for (table, name), b in zip(self._places, self._now, strict=True):
             copy, now = None if b is None else next(copies), table[name]
-            same = now is copy or (now is not None and copy is not None and torch.equal(now, copy))
-            if not same:
+            if now is not copy and (now is None or copy is None or not torch.equal(now, copy)):
                 tables[id(table)] = table
         return list(tables.values())
 
@@ -431,15 +428,19 @@ def compare_calls(timeout: timedelta) -> None:
     group = c10d._get_default_group()
     backend = group._get_backend(cpu)
     if isinstance(backend, dist.ProcessGroupGloo):  # the calls are not compared yet
-        store, rank = default_store(), dist.get_rank()
-        size = dist.get_world_size()
-        wrapper = c10d._create_process_group_wrapper(backend, "learnerkit", store, rank, size, timeout)
+        wrapper = c10d._create_process_group_wrapper(
+            backend, "learnerkit", default_store(), dist.get_rank(), dist.get_world_size(), timeout
+        )
         # The wrapper is registered under a separate type: for a known type torch would use its present backend.
         group._register_backend(cpu, dist.ProcessGroup.BackendType.CUSTOM, wrapper)
 
 
 def abort_nccl() -> None:
-    """Abort the waiting NCCL collectives of the default group. This has not yet been run on two GPUs."""
+    """Abort the waiting NCCL collectives of the default group.
+
+    This has been run on one GPU, and not yet on two. A rank that waits for others in its first collective, where NCCL
+    connects them, is not freed by it; the launcher ends that rank.
+    """
     dist.distributed_c10d._get_default_group()._get_backend(torch.device("cuda")).abort()
 
 
@@ -517,6 +518,36 @@ class LiveBytes(TorchDispatchMode):
             self.now -= self._sizes.pop(key)[1]
 
         return forget
+
+
+class AllocatedBytes(AbstractContextManager):
+    """Reads what the allocator of a CUDA device has given out, also to kernels; it is like a `LiveBytes`.
+
+    Args:
+        device: the device, whose peak is reset.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def note(self, tensors: Iterable[Tensor]) -> None:
+        """Do nothing: the allocator knows of all tensors."""
+
+    @property
+    def now(self) -> int:
+        """The number of bytes given out."""
+        return torch.cuda.memory_allocated(self._device)
+
+    @property
+    def peak(self) -> int:
+        """The greatest number of bytes given out since it was last set, to `now`."""
+        return torch.cuda.max_memory_allocated(self._device)
+
+    @peak.setter
+    def peak(self, now: int) -> None:
+        torch.cuda.reset_peak_memory_stats(self._device)
 
 
 def fake_mode() -> Any:

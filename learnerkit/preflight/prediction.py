@@ -19,7 +19,7 @@ from learnerkit.data.order import first_batch, keep_seeds
 from learnerkit.inspection.undoing import held_tensors, state_tensors, unchanged
 from learnerkit.parallel import DataParallelCallback, will_shard
 from learnerkit.text import in_one_line
-from learnerkit.torch_internals import LiveBytes, fake_mode, hook_tables, uncompiled
+from learnerkit.torch_internals import AllocatedBytes, LiveBytes, fake_mode, hook_tables, uncompiled
 from learnerkit.utils import itself, own_loss_arguments, spanned_devices, training_modes, unwrap
 from learnerkit.values import describe, map_batch
 
@@ -124,7 +124,7 @@ def predict_memory(
             with distributed.alone(), trial(learn) as (one, like):
                 others = (4 * n, 8 * n) if trial is fake_steps else (n // 2 if n > 3 else 2 * n,)
                 counts = trial is fake_steps or learn.dls.device.type != "cuda"
-                live = LiveBytes() if counts else _AllocatedBytes(learn.dls.device)
+                live = LiveBytes() if counts else AllocatedBytes(learn.dls.device)
                 prediction = _measured(one, map_batch(like, seen), n, every, others, live)
                 return prediction.with_more(prediction.gradients) if several else prediction  # DDP has copies of them
         except Exception as error:  # User code may need values, or another batch size.
@@ -236,43 +236,8 @@ def real_steps(learn: "Learner") -> Iterator[tuple["Learner", Callable[[Tensor],
         yield one, itself
 
 
-class _AllocatedBytes(AbstractContextManager):
-    """Reads what the allocator of a CUDA device has given out, also to kernels; it is like a `LiveBytes`.
-
-    Args:
-        device: the device, whose peak is reset.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def note(self, tensors: Iterable[Tensor]) -> None:
-        """Do nothing: the allocator knows of all tensors."""
-
-    @property
-    def now(self) -> int:
-        """The number of bytes given out."""
-        return torch.cuda.memory_allocated(self._device)
-
-    @property
-    def peak(self) -> int:
-        """The greatest number of bytes given out since it was last set, to `now`."""
-        return torch.cuda.max_memory_allocated(self._device)
-
-    @peak.setter
-    def peak(self, now: int) -> None:
-        torch.cuda.reset_peak_memory_stats(self._device)
-
-
 def _measured(
-    one: "Learner",
-    seen: Seen,
-    n: int,
-    cbs: Sequence[Callback],
-    others: Sequence[int],
-    live: LiveBytes | _AllocatedBytes,
+    one: "Learner", seen: Seen, n: int, cbs: Sequence[Callback], others: Sequence[int], live: Any
 ) -> Prediction:
     """Measure the peaks of a step on `n` samples and of passes on other numbers of samples."""
     model = one.model.train()
