@@ -123,9 +123,13 @@ _OTHERS = (
 def library_of(x: Any) -> str:
     """Return the name of the other training library that an object, a class or a function was made for, or ''."""
     named = x if isinstance(x, type) or hasattr(x, "__qualname__") else type(x)
-    modules = [kind.__module__ or "" for kind in getattr(named, "__mro__", [named])]
-    packages = [module.partition(".")[0] for module in modules]
+    packages = [(kind.__module__ or "").partition(".")[0] for kind in getattr(named, "__mro__", [named])]
     return next((package for package in packages if package in _OTHERS), "")
+
+
+def synced_norms(model: nn.Module) -> list[nn.Module]:
+    """Return the norms of a model in training whose passes wait for those of the other ranks."""
+    return [m for m in model.modules() if isinstance(m, nn.SyncBatchNorm) and m.training]
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -20,7 +20,7 @@ from learnerkit.gradient_mean import GradientMean, host_count, scale_each
 from learnerkit.losses import loss_sums, output_of, pass_kept, take_loss, wants_loss, weighting_of
 from learnerkit.text import in_units
 from learnerkit.torch_internals import BuffersKept, hooks_left_out, leaves_of, version_of
-from learnerkit.utils import forget_frames, free_memory, unwrap
+from learnerkit.utils import forget_frames, free_memory, synced_norms, unwrap
 from learnerkit.values import describe, get_field, map_batch, tensors_in
 
 if TYPE_CHECKING:
@@ -270,6 +270,12 @@ class Batches:
         learn = self.learn
         if parts == 1:
             return [Part(self.rows, {"xb": learn.xb, "yb": learn.yb})]
+        if self.params and learn.n_ranks > 1 and synced_norms(unwrap(learn.model)):
+            raise self._error(
+                ValueError,
+                "SplitBatch cannot take a batch in parts: its SyncBatchNorms would wait for as many parts on the other "
+                "ranks; distrib_ctx(sync_bn=False) lets each rank's norms see its own samples",
+            )
         unknown: list[Any] = []
         if learn.dls.rows_of_pass(learn.xb, learn.yb, unknown.append) != {self.rows} or unknown:
             raise self._error(

@@ -90,7 +90,8 @@ class Agreement:
         """
         device = self.learn.dls.device
         if device.type != "cpu":  # NCCL's object collectives use the current device
-            torch.accelerator.set_device_index(device.index or 0)
+            of_rank = device if device.index is not None else distributed.default_device()
+            torch.accelerator.set_device_index(of_rank.index)
         # A collective must not give up before the watch can tell what it waits for.
         distributed.join(timeout + 60, what, wait=timeout)
         with ExitStack() as stack:

@@ -67,7 +67,7 @@ class Averager:
                     " (errors.html#unused-parameters)"
                 )
         if cb.shard:
-            check_shardable(self.learn)
+            check_shardable(self.learn, cb.offload)
         if own and engine:
             raise ValueError(
                 f"{engine} is for gradients that DDP averages during the backward pass, and those of a learner "

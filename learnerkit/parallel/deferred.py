@@ -8,7 +8,6 @@ from torch import Tensor
 
 from learnerkit import distributed
 from learnerkit.marks import collective
-from learnerkit.parallel.model_checks import asks_ranks
 from learnerkit.torch_internals import remove_hooks
 
 if TYPE_CHECKING:
@@ -52,7 +51,7 @@ class Deferred:
         pieces: list[Tensor] = []  # a parameter occurs once for each piece of its gradient
         hooks = [p.register_post_accumulate_grad_hook(pieces.append) for p in heard]
         try:
-            if self.own or something or asks_ranks(learn.model):
+            if self.own or step.makes_pass(something):
                 learn._backward()
         finally:
             remove_hooks(hooks, heard)

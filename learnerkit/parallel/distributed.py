@@ -176,7 +176,8 @@ class DistributedCallback(Callback):
                 step = RankStep(learn, agreement)
                 agreement.left_batch = LeftBatch(step)
                 self._averager = Averager(self, step)
-                parts = [agreement.left_batch, StandIn(), *([_MakeWhole()] if self.shard else [])]
+                self.ends.callback(step.joined.close)
+                parts = [agreement.left_batch, StandIn(step), *([_MakeWhole()] if self.shard else [])]
                 self.ends.enter_context(learn.added_cbs(parts))
             distributed.spread_seeds()
 

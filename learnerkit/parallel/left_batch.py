@@ -11,18 +11,18 @@ from learnerkit.gradient_mean import StepGradient, counts_something
 from learnerkit.losses import output_of, pass_kept
 from learnerkit.marks import collective
 from learnerkit.parallel.agreement import STEP
-from learnerkit.parallel.model_checks import asks_ranks, rank_norms
+from learnerkit.parallel.model_checks import joined_norms, rank_norms
 from learnerkit.parallel.rank_step import RankStep
-from learnerkit.utils import overrides
+from learnerkit.utils import overrides, synced_norms
 
 
 class LeftBatch(Callback):
     """Joins, with weight 0, the collectives of a batch for which this rank has no data, or which it has left.
 
-        It is the part of `DistributedCallback` that runs at each training batch, for as long as a fit lasts.
-    The part of `DistributedCallback` that runs at each training batch while a fit lasts.
-        Args:
-            step: of the ranks.
+    It is the part of `DistributedCallback` that runs at each training batch while a fit lasts.
+
+    Args:
+        step: of the ranks.
     """
 
     order = 11
@@ -42,16 +42,16 @@ class LeftBatch(Callback):
     def begin(self) -> None:
         """Begin a batch for which this rank has no data.
 
-        The model runs on an empty batch. It runs on a real sample of weight 0 if it is sharded or fails on an empty
-        batch, or if the learner overrides `_backward`. A model whose collectives would count the sample always gets the
-        empty batch.
+        The model runs on an empty batch. It runs on a real sample of weight 0 if it is sharded, fails on an empty
+        batch, or has norms that wait for other ranks, and if the learner overrides `_backward`.
         """
         learn = self.learn
         learn.batch_size = 0
-        if asks_ranks(learn.model):
-            return
-        if overrides(learn, "_backward") or learn.shards is not None:
-            # After a failed pass of a sharded model there cannot be another one: other ranks gather the next unit.
+        waits = bool(synced_norms(learn.model))
+        if waits:
+            self.step.joined.enter_context(joined_norms(learn.model))
+        if waits or overrides(learn, "_backward") or learn.shards is not None:
+            # After a failed pass of such a model there cannot be another one: other ranks are in the next collective.
             self._take_sample()
         else:
             vars(learn)["_forward"] = self._forward
@@ -81,6 +81,7 @@ class LeftBatch(Callback):
             self.step_unless_all_skip()
         if step.stepped and step.dispatch.resume("after_step"):
             learn._zero_grad()  # the other ranks clear their gradients, too
+        step.joined.close()
 
     def finish_backward(self) -> None:
         """Take part in the reduction of the gradients without data, if this rank has skipped its backward pass."""
@@ -95,7 +96,7 @@ class LeftBatch(Callback):
             if overrides(learn, "_backward"):  # the rank must make its passes, and the steps in them, too
                 learn._forward()
                 learn._loss()
-            elif output_of(learn) is None and (learn.shards is not None or asks_ranks(learn.model)):
+            elif output_of(learn) is None and (learn.shards is not None or synced_norms(learn.model)):
                 if getattr(learn._gradient, "is_inside", False):
                     raise RuntimeError(
                         f"a cancel in the middle of the model's forward pass on rank {distributed.rank()}, where the "
@@ -103,8 +104,8 @@ class LeftBatch(Callback):
                         "a callback, such as after_pred"
                         " (errors.html#sharded)"
                     )
-                learn.xb = cut_rows(learn.xb, 0, 0, int(learn.shards is not None and not rank_norms(learn.model)))
-                with suppress(CancelException):  # a hook of the model raises it again
+                learn.xb = cut_rows(learn.xb, 0, 0, int(not rank_norms(learn.model)))
+                with suppress(CancelException), joined_norms(learn.model):  # a hook of the model raises it again
                     learn._forward()
             cast(StepGradient, learn._gradient).backward()
         # No rank had data: the batch leaves no trace.
@@ -135,13 +136,22 @@ class LeftBatch(Callback):
 
 
 class StandIn(Callback):
-    """Removes the stand-in sample of a rank without data after the step, so that nothing counts it."""
+    """Removes the stand-in sample of a rank without data after the step, so that nothing counts it.
+
+    Args:
+        step: of the ranks.
+    """
 
     order = -20
     run_valid = False
 
+    def __init__(self, step: RankStep) -> None:
+        super().__init__()
+        self.step = step
+
     def after_batch(self) -> None:
         learn = self.learn
         if not learn.batch_size:
+            self.step.joined.close()
             for name in ("batch", "xb", "yb", "pred", "output"):
                 setattr(learn, name, cut_rows(getattr(learn, name), 0, 0, 0))

@@ -2,13 +2,16 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
+from learnerkit.data.batches import in_float32
 from learnerkit.text import first_few
 from learnerkit.torch_internals import BatchNorm
-from learnerkit.utils import spanned_devices
+from learnerkit.utils import spanned_devices, synced_norms
 from learnerkit.values import digests
 
 if TYPE_CHECKING:
@@ -48,8 +51,12 @@ def check_parts(model: nn.Module, names: tuple[str, ...], beside: list[nn.Parame
         )
 
 
-def check_shardable(learn: "Learner") -> None:
+def check_shardable(learn: "Learner", offload: bool) -> None:
     """Refuse a learner whose optimizer, callbacks or model cannot work on shards.
+
+    Args:
+        learn: the learner.
+        offload: the shards are kept on the host.
 
     Raises:
         ValueError: the message says what is refused, and what to do.
@@ -62,6 +69,11 @@ def check_shardable(learn: "Learner") -> None:
                 " (errors.html#sharded)"
             )
     for cb in learn.cbs:
+        if offload and getattr(cb, "mode", None) == "fp16" and learn.dls.device.type != "cpu":
+            raise ValueError(
+                "offload=True keeps the gradients on the host, and the scale of float16 is on the device: take "
+                "learn.to_bf16(), which needs no scale, or leave offload out"
+            )
         if cb.run and (kinds := _WHOLE & {kind.__name__ for kind in type(cb).__mro__}):
             raise ValueError(
                 f"{min(kinds)} needs the whole model on each rank, and shard= divides it among the ranks: leave one of "
@@ -124,9 +136,35 @@ def rank_norms(model: nn.Module) -> dict[str, nn.Module]:
     return {name: m for name, m in modules if isinstance(m, BatchNorm) and not isinstance(m, nn.SyncBatchNorm)}
 
 
-def asks_ranks(model: nn.Module) -> bool:
-    """Tell whether the passes of a model contain collectives of torch's, which take an empty batch, too."""
-    return any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
+@contextmanager
+def joined_norms(model: nn.Module) -> Iterator[None]:
+    """Let a model run on a sample that counts nothing, and its norms take part in those of the other ranks."""
+    norms = synced_norms(model)
+    for norm in norms:
+        vars(norm)["forward"] = partial(_join, norm)
+    try:
+        yield
+    finally:
+        for norm in norms:
+            vars(norm).pop("forward", None)  # this context may be inside another one
+
+
+def _join(norm: Any, x: Tensor) -> Tensor:
+    """Normalize by the running statistics, and join the collectives of the norm without a sample."""
+    if not norm.training:  # the model validates meanwhile
+        return type(norm).forward(norm, x)
+    mean, var = norm.running_mean, norm.running_var
+    momentum, seen, tracked = norm.momentum, norm.num_batches_tracked, norm.track_running_stats
+    norm.momentum = 0.0  # The statistics stay: rank 0's are sent to all ranks, and there may be none in this batch.
+    norm.num_batches_tracked = None if seen is None else seen.clone()
+    try:
+        # In half precision, too, the other ranks send float32.
+        nothing = type(norm).forward(norm, in_float32(x[:0]))
+    finally:
+        norm.momentum, norm.num_batches_tracked = momentum, seen
+    if tracked:
+        x = F.batch_norm(x, mean.clone(), var.clone(), norm.weight, norm.bias, eps=norm.eps)
+    return x + nothing.sum().to(x.dtype)
 
 
 @contextmanager

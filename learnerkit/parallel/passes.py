@@ -145,7 +145,8 @@ class Passes:
             if kind == _SPARSE:
                 grad = p.new_zeros(1).expand_as(p) if p.grad is None else p.grad
                 grad = grad.to_sparse(1) if grad.layout is torch.strided else grad
-                p.grad = distributed.reduce(grad.coalesce(), "mean", among).coalesce()
+                # NCCL has no sparse reduction, and gloo reduces on the host.
+                p.grad = distributed.reduce(grad.coalesce().cpu(), "mean", among).to(p.device).coalesce()
             elif p.grad is None:
                 p.grad = torch.zeros_like(p)
             self.averaged[p] = p.grad

@@ -1,6 +1,7 @@
 """An optimizer step that several ranks take together: its counts, its flags, and DDP's averaging during the pass."""
 
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -14,10 +15,10 @@ from learnerkit.host_scalars import HostCopy
 from learnerkit.losses import output_of
 from learnerkit.marks import collective
 from learnerkit.parallel.agreement import AFTER_BATCH, NEXT_BATCH, STEP, TOLD, Agreement, RankDispatch
-from learnerkit.parallel.model_checks import asks_ranks
 from learnerkit.parallel.passes import Passes
 from learnerkit.text import first_few
 from learnerkit.torch_internals import check_reduced
+from learnerkit.utils import synced_norms
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
@@ -50,6 +51,7 @@ class RankStep:
         reduced: this rank has taken part in the reduction of the batch's gradients.
         stepped: the optimizer has stepped after the batch; False: all ranks skip the step; `None`: neither so far.
         agree: called before the gradients of each batch, on every rank; the ranks may agree on something in it.
+        joined: in a batch without data, what undoes the changes of the norms that wait for other ranks.
         reads_late: read the flags of a step after the next one, at the same place on every rank, so that the host need
             not wait for the device.
     """
@@ -63,6 +65,7 @@ class RankStep:
         self.passes = Passes(self, watches=False)
         self.sends: nn.Module | None = None
         self.kept = self.reduced = False
+        self.joined = ExitStack()
         self.agree: Callable[[], None] = lambda: None
         self.stepped: bool | None = None
         self.count: float | Tensor = 0
@@ -156,6 +159,11 @@ class RankStep:
                 for p in self.params.values():
                     p.grad = None
         return something
+
+    def makes_pass(self, something: bool) -> bool:
+        """Tell whether this rank makes its backward pass: the batch counts something, or other ranks wait in theirs."""
+        learn = self.learn
+        return something or (learn.loss_grad.requires_grad and bool(synced_norms(learn.model)))
 
     def weight(self, total: float) -> float:
         """Return `GradientMean.weight` of this rank's batch. A host-device sync."""
@@ -290,15 +298,16 @@ class Overlapped:
         if step.is_changed():
             self._give_up().backward()
             return
-        # A batch that counts nothing makes its pass only where other ranks wait in theirs for this rank.
-        passes = step.weigh() or asks_ranks(learn.model)
+        something = step.weigh()
+        passes = step.makes_pass(something)
         if not learn.step_due:
             if passes:
                 learn._backward()
             step.reduced = True
             return
-        roots = self.ddp([learn.loss_grad] if passes else list(step.params.values()))
-        gradients = [None if passes else torch.zeros_like(root) for root in roots]
+        silent = [] if something else list(step.params.values())  # DDP waits for all of them
+        roots = self.ddp([learn.loss_grad] * passes + silent)
+        gradients = [None] * passes + [torch.zeros_like(root) for root in silent]
         if carrier is not None:
             # The carrier is a root of the backward pass with a given gradient, so it needs no further operations.
             roots.append(carrier)

@@ -805,3 +805,21 @@ def standstill(how, who):
     assert done.returncode == 1, done.stderr
     assert in_time(time.monotonic() - start, 40)
     return done.stderr
+
+
+def test_a_device_without_a_number_is_that_of_the_local_rank(monkeypatch):
+    class Stop(Exception):
+        pass
+
+    def stop(*args, **kwargs):
+        raise Stop
+
+    learn, chosen = make_learner(), []
+    monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
+    monkeypatch.setattr(distributed, "default_device", lambda: torch.device("cuda", 3))
+    monkeypatch.setattr(distributed, "join", stop)
+    for device in ("cuda", "cuda:1"):
+        learn.dls._device = torch.device(device)
+        with pytest.raises(Stop), Agreement(learn).run("fit", 5):
+            pass
+    assert chosen == [3, 1]

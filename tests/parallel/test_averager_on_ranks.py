@@ -17,6 +17,8 @@ from learnerkit import (
     DataLoaders,
     GradientAccumulation,
     Learner,
+    MixedPrecision,
+    SplitBatch,
     distributed,
 )
 
@@ -53,7 +55,7 @@ def setattr_of(model, name, value):
 
 def trained(
     cls=Learner, cbs=None, alone=False, n=17, epochs=2, change=None, lr=0.1, norm=False, model=None, reduction="mean",
-    **options,
+    loss=None, **options,
 ):  # fmt: skip
     """A learner after a fit, what it has said, and the ways that its batches were averaged in."""
     torch.manual_seed(3)
@@ -63,7 +65,7 @@ def trained(
     model, said, ways = model or Net(norm).double(), [], []
     if change is not None:
         change(model)
-    learn = cls(dls, model, nn.CrossEntropyLoss(reduction=reduction), opt_func=torch.optim.SGD, lr=lr, cbs=cbs)
+    learn = cls(dls, model, loss or nn.CrossEntropyLoss(reduction=reduction), opt_func=torch.optim.SGD, lr=lr, cbs=cbs)
     learn.say = said.append
     learn.add_cb(Callback(before_backward=lambda cb: ways.append(type(step_gradient(cb.learn)).__name__), order=90))
     with learn.no_logging(), warnings.catch_warnings():
@@ -457,7 +459,7 @@ def test_buffers_come_from_rank_0_at_the_start_and_before_each_step():
         assert all(same) == alike
 
 
-# Norms over all ranks, whose backward pass needs every rank, too
+# Norms over all ranks, whose forward and backward passes need every rank
 
 
 class SumOfRanks(torch.autograd.Function):
@@ -480,51 +482,118 @@ class SumOfRanks(torch.autograd.Function):
 
 
 class RankNorm(nn.SyncBatchNorm):
-    """Normalizes by the statistics of all ranks, on the CPU, where torch's has no kernels."""
+    """Does on the CPU what torch's does on a GPU: an empty batch sends zeros of its type, and moves the statistics."""
 
     def forward(self, x):
         if not self.training:
             return super().forward(x)
         rows = x.mT.flatten(0, 1)
-        sums = SumOfRanks.apply(torch.cat([rows.sum(0), (rows * rows).sum(0), x.new_tensor([len(rows)])]))
-        mean, square = (sums[:-1] / sums[-1]).view(-1, x.shape[1], 1).chunk(2)
-        return (x - mean) / (square - mean**2 + self.eps).sqrt() * self.weight[:, None] + self.bias[:, None]
+        sums = torch.cat([rows.sum(0), (rows * rows).sum(0), x.new_tensor([len(rows)])])
+        sums = SumOfRanks.apply(sums.float() if len(x) and x.itemsize < 4 else sums)
+        mean, square = (sums[:-1] / sums[-1].clamp(min=1)).chunk(2)
+        var = square - mean**2
+        self.num_batches_tracked.add_(1)
+        with torch.no_grad():
+            self.running_mean.lerp_(mean.to(self.running_mean), self.momentum)
+            self.running_var.lerp_(var.to(self.running_var), self.momentum)
+        mean, scale, weight, bias = (
+            t[:, None].to(x.dtype) for t in (mean, (var + self.eps).rsqrt(), self.weight, self.bias)
+        )
+        return (x - mean) * scale * weight + bias
 
 
-WAYS = ["overlapped", "after the pass", "accumulated", "some count nothing", "one leaves before", "one leaves after"]
+class FrozenNorm(RankNorm):
+    """Normalizes by its running statistics also in training."""
+
+    def train(self, mode=True):
+        return super().train(False)
 
 
-@pytest.mark.parametrize("way", mostly_slow(WAYS, "overlapped", "some count nothing"))
-def test_a_rank_without_samples_takes_part_in_the_backward_pass_of_a_norm_over_all_ranks(way):
-    def model():
+class Halves(nn.Module):
+    """Cannot run on an empty batch."""
+
+    def forward(self, x):
+        return x.view(len(x), 3, -1)
+
+
+class Floats(nn.Module):
+    def forward(self, x):
+        return x.float()
+
+
+class Tempered(nn.Module):
+    """A loss with a trained parameter, which the predictions do not depend on."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, pred, y):
+        return nn.functional.cross_entropy(pred * self.scale, y)
+
+
+class Leaves(Callback):
+    """Some ranks count nothing in a batch, or leave it before or after the forward pass."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way = way
+
+    def is_due(self):
+        if self.way == "all leave":
+            return self.training and self.iter == 0
+        return self.training and self.iter == 1 and distributed.rank() == 1
+
+    def before_batch(self):
+        if self.way == "one counts nothing" and self.is_due():
+            self.learn.yb = (torch.full_like(self.yb[0], -100),)
+        if self.way in ("one leaves before", "all leave") and self.is_due():
+            raise CancelBatchException
+
+    def after_pred(self):
+        if self.way == "one leaves after" and self.is_due():
+            raise CancelBatchException
+
+
+EQUAL = ["overlapped", "after the pass", "accumulated", "a view", "frozen", "a loss with a weight", "all leave"]
+UNEQUAL = ["in bf16", "one counts nothing", "one leaves before", "one leaves after"]  # one process has no such rank
+
+
+QUICK = "overlapped", "a loss with a weight", "all leave", "in bf16"
+
+
+@pytest.mark.parametrize("way", mostly_slow(EQUAL + UNEQUAL, *QUICK))
+def test_a_rank_without_samples_takes_part_in_norms_over_all_ranks(way):
+    def made(alone):
         torch.manual_seed(4)
-        halves = [nn.Unflatten(1, (3, 2)), RankNorm(3), nn.Flatten()]
-        return nn.Sequential(nn.Linear(4, 6), *halves, nn.Tanh(), nn.Linear(6, 2)).double()
+        halves = Halves() if way == "a view" else nn.Unflatten(1, (3, 2))
+        norm = (FrozenNorm if way == "frozen" else RankNorm)(3)
+        layers = [nn.Linear(4, 6), halves, norm, nn.Flatten(), nn.Tanh(), nn.Linear(6, 2)]
+        model = nn.Sequential(*layers).double()
+        if way == "in bf16":
+            model = nn.Sequential(Floats(), *layers).float()
+        cbs = [Leaves(way)]
+        if way == "accumulated":
+            cbs.append(GradientAccumulation(n_batches=2))
+        if way == "in bf16":
+            cbs.append(MixedPrecision("bf16"))
+        options = {"find_unused_parameters": True} if way == "after the pass" else {}
+        loss = Tempered() if way == "a loss with a weight" else None
+        return trained(cbs=cbs, alone=alone, model=model, loss=loss, **options)
 
-    class Differs(Callback):
-        """Rank 1 counts nothing in a batch, or leaves it before or after the forward pass."""
-
-        def is_due(self):
-            return self.training and self.iter == 1 and distributed.rank() == 1
-
-        def before_batch(self):
-            if way == "some count nothing" and self.is_due():
-                self.learn.yb = (torch.full_like(self.yb[0], -100),)
-            if way == "one leaves before" and self.is_due():
-                raise CancelBatchException
-
-        def after_pred(self):
-            if way == "one leaves after" and self.is_due():
-                raise CancelBatchException
-
-    def made(alone, **options):
-        cbs = [GradientAccumulation(n_batches=2), Differs()] if way == "accumulated" else [Differs()]
-        return trained(cbs=cbs, alone=alone, model=model(), **options)
-
-    learn, _, ways = made(False, **({"find_unused_parameters": True} if way == "after the pass" else {}))
+    learn, _, ways = made(False)
     assert ("Overlapped" in ways) is (way != "after the pass")
     found = weights(learn)
     assert found.isfinite().all()
-    if way in WAYS[:3]:  # one process has no rank that leaves, or counts nothing
+    assert all("forward" not in vars(m) for m in learn.model.modules())
+    if way in EQUAL:
         with distributed.alone():
-            torch.testing.assert_close(found, weights(made(True)[0]), rtol=1e-9, atol=1e-9)
+            one = made(True)[0]
+        torch.testing.assert_close(found, weights(one), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(learn.model.state_dict(), one.model.state_dict(), rtol=1e-9, atol=1e-9)
+
+
+def test_parts_of_a_batch_and_norms_over_all_ranks_are_refused_before_a_rank_waits():
+    model = nn.Sequential(nn.Linear(4, 6), nn.Unflatten(1, (3, 2)), RankNorm(3), nn.Flatten(), nn.Linear(6, 2)).double()
+    with raises(ValueError, "SyncBatchNorms would wait", "sync_bn=False"):
+        trained(cbs=SplitBatch(parts=2), model=model)

@@ -1,9 +1,11 @@
 """What is checked of a model, and what is put into it for a while, without other ranks."""
 
 import torch
+from helpers import make_learner, raises
 from torch import nn
 
-from learnerkit.parallel.model_checks import rank_norms, synchronised
+from learnerkit import MixedPrecision
+from learnerkit.parallel.model_checks import check_shardable, rank_norms, synchronised
 
 
 class Nested(nn.Module):
@@ -37,3 +39,12 @@ def test_a_model_that_is_a_batch_norm_stays_one():
     model = nn.BatchNorm1d(3)
     with synchronised(model):
         assert list(rank_norms(model)) == [""]
+
+
+def test_shards_on_the_host_do_not_go_with_the_scaler_of_float16():
+    learn = make_learner(cbs=MixedPrecision("fp16"))
+    check_shardable(learn, True)  # gradients and scale are both on the CPU
+    learn.dls._device = torch.device("cuda")
+    check_shardable(learn, False)
+    with raises(ValueError, "offload=True", "to_bf16()"):
+        check_shardable(learn, True)
