@@ -20,7 +20,8 @@ class HostCopy:
             self._values = torch.empty(len(values), dtype=values.dtype, pin_memory=cuda)
             self._values.copy_(values, non_blocking=cuda)
             self._done = torch.Event(values.device)
-            self._done.record()
+            # Without a stream it would be recorded on the current device, and be over at once.
+            self._done.record(torch.accelerator.current_stream(values.device))
 
     def __len__(self) -> int:
         return len(self._values)

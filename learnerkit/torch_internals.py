@@ -583,12 +583,12 @@ def set_worker_dataset(dataset: Any) -> None:
 
 # Threads and frames
 
-_FOLDERS = tuple(os.path.dirname(module.__file__) + os.sep for module in (dist, torch.autograd) if module.__file__)
+_FOLDERS = tuple(module.__path__[0] + os.sep for module in (dist, torch.autograd, torch.amp))
 _DDP = DistributedDataParallel.forward.__code__.co_filename
 
 
 def waits_for_ranks(frame: FrameType | None, own: Collection[CodeType], depth: int = 4) -> bool:
-    """Tell whether a thread is in a collective, or in a backward pass, which contains one.
+    """Tell whether a thread is in a collective, in a backward pass, which contains one, or reads what comes of it.
 
     Args:
         frame: the thread's innermost frame.

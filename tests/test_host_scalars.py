@@ -1,5 +1,7 @@
 """Scalars on their way from the device to the host."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -105,6 +107,25 @@ def test_what_is_on_the_host_need_not_be_copied():
     assert copy.is_done()
     assert len(copy) == 2
     assert copy.numbers() == [1.0, 2.0]
+
+
+def test_a_copy_is_over_when_its_own_device_has_made_it(monkeypatch):
+    """Which need not be the current one."""
+
+    class Values(list):
+        device, is_cuda, dtype = torch.device("cuda", 1), False, torch.float32
+
+    class Event:
+        def __init__(self, device):
+            self.device = device
+
+        def record(self, stream):
+            self.stream = stream
+
+    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: SimpleNamespace(copy_=lambda *args, **kwargs: None))
+    monkeypatch.setattr(torch, "Event", Event)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: f"stream of {device}")
+    assert HostCopy(Values([1.0]))._done.stream == "stream of cuda:1"
 
 
 @pytest.mark.gpu

@@ -196,6 +196,20 @@ def test_a_frame_of_torch_distributed_waits():
     assert torch_internals.waits_for_ranks(frame, set())
 
 
+def test_a_rank_that_reads_whether_gradients_are_finite_waits_for_others():
+    """On an accelerator the host waits there for the reduction."""
+    scaler, frames = torch.amp.GradScaler("cpu"), []
+    weight = nn.Parameter(torch.ones(1))
+
+    class Look(torch.optim.SGD):
+        def step(self, closure=None):
+            frames.append(torch_internals.waits_for_ranks(sys._getframe(), set()))
+
+    scaler.scale(weight.sum()).backward()
+    scaler.step(Look([weight], lr=0.1))
+    assert frames == [True]
+
+
 def test_the_caller_is_found_by_its_frame():
     def inner():
         return torch_internals.caller(1).f_code.co_name

@@ -62,7 +62,7 @@ class ScalingMonitor(Callback):
         if device.type == "cpu":
             return perf_counter()
         event = torch.Event(device=device, enable_timing=True)
-        event.record()
+        event.record(torch.accelerator.current_stream(device))
         return event
 
     def after_backward(self) -> None:
