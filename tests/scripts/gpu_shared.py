@@ -39,6 +39,13 @@ class Images(nn.Module):
         return self.head(torch.relu(self.norm(self.conv(x))).mean((2, 3)))
 
 
+class Viewed(Images):
+    """Cannot run on an empty batch."""
+
+    def forward(self, x):
+        return super().forward(x.view(len(x), 1, 6, -1))
+
+
 def data(n, seed):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(n, 1, 6, 6, generator=generator, dtype=torch.float64)
@@ -72,6 +79,7 @@ def result(learn, options):
 JOBS = {
     "plain": ({}, dict),
     "norms": ({}, lambda: {"model": Images()}),
+    "norms and a view": ({}, lambda: {"model": Viewed()}),
     "accumulated": ({}, lambda: {"cbs": [GradientAccumulation(n_batches=2), GradientClip(0.5)]}),
     "a loss by sums": ({}, lambda: {"loss": nn.CrossEntropyLoss(reduction="sum"), "loss_weight": "sum"}),
     "unused parameters": ({"find_unused_parameters": True}, dict),
