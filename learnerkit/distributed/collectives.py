@@ -409,7 +409,16 @@ def follow_rank0(name: str, timeout: float = 300.0) -> None:
 
 
 @collective
-def spread_seeds() -> None:
-    """Move ranks other than 0 to separate random streams if all still share one; every rank must reach this."""
+def spread_seeds(device: torch.device) -> None:
+    """Move ranks other than 0 to separate random streams if all still share one; every rank must reach this.
+
+    Args:
+        device: the device on which dropout and the like draw; its stream may be shared where the host's is not.
+    """
+    seed = seeds.stream_seed(torch.initial_seed(), rank())
+    if device.type != "cpu":
+        module = torch.get_device_module(device)
+        if same_everywhere(module.get_rng_state().numpy().tobytes()) and not is_main():
+            module.manual_seed(seed)
     if same_everywhere(torch.get_rng_state().numpy().tobytes()) and not is_main():
-        seeds.set_seed(seeds.stream_seed(torch.initial_seed(), rank()))
+        seeds.set_seed(seed)

@@ -179,7 +179,7 @@ class DistributedCallback(Callback):
                 self.ends.callback(step.joined.close)
                 parts = [agreement.left_batch, StandIn(step), *([_MakeWhole()] if self.shard else [])]
                 self.ends.enter_context(learn.added_cbs(parts))
-            distributed.spread_seeds()
+            distributed.spread_seeds(learn.dls.device)
 
     @collective
     def _compare(self) -> None:

@@ -476,3 +476,23 @@ def test_no_ddp_is_left_to_the_collector():
         assert not [ref for ref in found if ref() is not None]
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_ranks_draw_differently_on_their_devices_also_where_the_host_has_drawn_on_one_alone(monkeypatch, shared):
+    class Module:
+        """Stands for torch.cuda."""
+
+        seeds = []
+        manual_seed = seeds.append
+
+        @staticmethod
+        def get_rng_state():
+            return torch.zeros(2) if shared else torch.full((2,), distributed.rank())
+
+    monkeypatch.setattr(torch, "get_device_module", lambda device: Module)
+    torch.manual_seed(distributed.rank())
+    state = torch.get_rng_state()
+    distributed.spread_seeds(torch.device("cuda"))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert len(Module.seeds) == (shared and not distributed.is_main())
