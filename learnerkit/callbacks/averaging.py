@@ -81,7 +81,7 @@ class _Averaging(Callback):
             if local(average).data_ptr() != local(home).data_ptr():
                 self._copies.append((local(home), local(average)))
             if t.is_floating_point() or t.is_complex():
-                averages, own = by_kind.setdefault((average.device, average.dtype, t.dtype), ([], []))
+                averages, own = by_kind.setdefault((average.device, average.dtype, t.device, t.dtype), ([], []))
                 averages.append(local(average))
                 own.append(local(t))
         self._groups = self._groups or list(by_kind.values())
@@ -94,10 +94,13 @@ class _Averaging(Callback):
         if self._loaded:
             self._begin()
 
+    @torch.no_grad()
     def _update(self, average: Callable) -> None:
         "Update the average with the current weights. No host-device sync."
         for averages, own in self._groups:
-            average(averages, [t.detach().to(averages[0]) for t in own], self.n_averaged)
+            first, other = averages[0], own[0]
+            is_alike = (first.device, first.dtype) == (other.device, other.dtype)
+            average(averages, own if is_alike else [t.to(first) for t in own], self.n_averaged)
         self.n_averaged += 1
 
     # Where the average is used
