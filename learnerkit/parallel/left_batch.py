@@ -49,7 +49,7 @@ class LeftBatch(Callback):
         learn.batch_size = 0
         waits = bool(synced_norms(learn.model))
         if waits:
-            self.step.joined.enter_context(joined_norms(learn.model))
+            self.step.joined.enter_context(joined_norms(learn.model, moves=learn.dl.share.total != 0))
         if waits or overrides(learn, "_backward") or learn.shards is not None:
             # After a failed pass of such a model there cannot be another one: other ranks are in the next collective.
             self._take_sample()
@@ -93,7 +93,11 @@ class LeftBatch(Callback):
         vars(learn).pop("_forward", None)
         with pass_kept(learn):
             learn.batch_size = 0
+            # These last until the batch is over, as its backward pass and an optimizer may run the model again. All
+            # ranks may have left the batch.
+            joined = joined_norms(learn.model, moves=False)
             if overrides(learn, "_backward"):  # the rank must make its passes, and the steps in them, too
+                step.joined.enter_context(joined)
                 learn._forward()
                 learn._loss()
             elif output_of(learn) is None and (learn.shards is not None or synced_norms(learn.model)):
@@ -105,7 +109,8 @@ class LeftBatch(Callback):
                         " (errors.html#sharded)"
                     )
                 learn.xb = cut_rows(learn.xb, 0, 0, int(not rank_norms(learn.model)))
-                with suppress(CancelException), joined_norms(learn.model):  # a hook of the model raises it again
+                step.joined.enter_context(joined)
+                with suppress(CancelException):  # a hook of the model raises it again
                     learn._forward()
             cast(StepGradient, learn._gradient).backward()
         # No rank had data: the batch leaves no trace.
@@ -151,7 +156,7 @@ class StandIn(Callback):
 
     def after_batch(self) -> None:
         learn = self.learn
+        self.step.joined.close()
         if not learn.batch_size:
-            self.step.joined.close()
             for name in ("batch", "xb", "yb", "pred", "output"):
                 setattr(learn, name, cut_rows(getattr(learn, name), 0, 0, 0))

@@ -1,6 +1,6 @@
 """Checks of a model that several ranks are to train, and the exchange of its BatchNorms for SyncBatchNorm."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ from learnerkit.data.batches import in_float32
 from learnerkit.text import first_few
 from learnerkit.torch_internals import BatchNorm
 from learnerkit.utils import spanned_devices, synced_norms
-from learnerkit.values import digests
+from learnerkit.values import digests, tensors_in
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
@@ -69,7 +69,8 @@ def check_shardable(learn: "Learner", offload: bool) -> None:
                 " (errors.html#sharded)"
             )
     for cb in learn.cbs:
-        if offload and getattr(cb, "mode", None) == "fp16" and learn.dls.device.type != "cpu":
+        scales = cb.run and cb.name == "mixed_precision" and getattr(cb, "mode", None) == "fp16"
+        if offload and scales and learn.dls.device.type != "cpu":
             raise ValueError(
                 "offload=True keeps the gradients on the host, and the scale of float16 is on the device: take "
                 "learn.to_bf16(), which needs no scale, or leave offload out"
@@ -137,34 +138,53 @@ def rank_norms(model: nn.Module) -> dict[str, nn.Module]:
 
 
 @contextmanager
-def joined_norms(model: nn.Module) -> Iterator[None]:
-    """Let a model run on a sample that counts nothing, and its norms take part in those of the other ranks."""
-    norms = synced_norms(model)
-    for norm in norms:
-        vars(norm)["forward"] = partial(_join, norm)
+def joined_norms(model: nn.Module, moves: bool) -> Iterator[None]:
+    """Let a model run on a sample that counts nothing, and its norms take part in those of the other ranks.
+
+    Args:
+        model: the model.
+        moves: let the norms update their running statistics; some rank has samples.
+    """
+    before = [(norm, vars(norm).get("forward")) for norm in synced_norms(model)]
+    for norm, _ in before:
+        norm.forward = partial(_join, norm, norm.forward, moves)
     try:
         yield
     finally:
-        for norm in norms:
-            vars(norm).pop("forward", None)  # this context may be inside another one
+        for norm, own in before:
+            vars(norm).pop("forward")
+            if own is not None:
+                norm.forward = own
 
 
-def _join(norm: Any, x: Tensor) -> Tensor:
+def _join(norm: Any, forward: Callable[[Tensor], Tensor], moves: bool, x: Tensor) -> Tensor:
     """Normalize by the running statistics, and join the collectives of the norm without a sample."""
     if not norm.training:  # the model validates meanwhile
-        return type(norm).forward(norm, x)
-    mean, var = norm.running_mean, norm.running_var
-    momentum, seen, tracked = norm.momentum, norm.num_batches_tracked, norm.track_running_stats
-    norm.momentum = 0.0  # The statistics stay: rank 0's are sent to all ranks, and there may be none in this batch.
-    norm.num_batches_tracked = None if seen is None else seen.clone()
+        return forward(x)
+    tracked, mean, var = norm.track_running_stats, norm.running_mean, norm.running_var
+    momentum, seen = norm.momentum, norm.num_batches_tracked
+    if not moves:
+        norm.momentum = 0.0
+        norm.num_batches_tracked = None if seen is None else seen.clone()
     try:
         # In half precision, too, the other ranks send float32.
-        nothing = type(norm).forward(norm, in_float32(x[:0]))
+        nothing = forward(in_float32(x[:0]))
     finally:
         norm.momentum, norm.num_batches_tracked = momentum, seen
     if tracked:
         x = F.batch_norm(x, mean.clone(), var.clone(), norm.weight, norm.bias, eps=norm.eps)
     return x + nothing.sum().to(x.dtype)
+
+
+def reached(loss: Tensor, output: Any) -> list[Tensor]:
+    """Return the tensors of an output on which a loss depends, by a walk through its graph."""
+    nodes, found = set[Any](), [loss.grad_fn]
+    while found:
+        node = found.pop()
+        if node is not None and node not in nodes:
+            nodes.add(node)
+            found += [other for other, _ in node.next_functions]
+    return [t for t in tensors_in(output) if t.grad_fn in nodes]
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from learnerkit.host_scalars import HostCopy
 from learnerkit.losses import output_of
 from learnerkit.marks import collective
 from learnerkit.parallel.agreement import AFTER_BATCH, NEXT_BATCH, STEP, TOLD, Agreement, RankDispatch
+from learnerkit.parallel.model_checks import reached
 from learnerkit.parallel.passes import Passes
 from learnerkit.text import first_few
 from learnerkit.torch_internals import check_reduced
@@ -150,7 +151,10 @@ class RankStep:
         """Add the batch's count to the step, weigh its loss by it, and tell whether the count may be other than 0."""
         learn, mean = self.learn, self.mean
         something = self.take_count()
-        learn.loss_grad = mean.weigh(learn.loss_grad, self.count, output_of(learn))
+        output = output_of(learn)
+        if not something and learn.loss_grad is not None and output is not None and synced_norms(learn.model):
+            output = reached(learn.loss_grad, output)  # Norms on which the loss does not depend wait for nobody.
+        learn.loss_grad = mean.weigh(learn.loss_grad, self.count, output)
         if learn.shards is None and learn.step_due and learn.step_batches == 1 and not self.kept:
             # A callback's own backward pass may have left gradients, which have the weight of the loss.
             if something:

@@ -123,10 +123,13 @@ def predict_memory(
         try:
             with distributed.alone(), trial(learn) as (one, like):
                 others = (4 * n, 8 * n) if trial is fake_steps else (n // 2 if n > 3 else 2 * n,)
-                counts = trial is fake_steps or learn.dls.device.type != "cuda"
-                live = LiveBytes() if counts else AllocatedBytes(learn.dls.device)
+                device = learn.dls.device
+                reads = trial is real_steps and device.type == "cuda"
+                live: Any = AllocatedBytes(device) if reads else LiveBytes()
+                mine = *held_tensors(one.model, one.loss_func), *state_tensors(one.opts)
+                beside = reads and live.now - _bytes(mine)  # the bytes of others
                 prediction = _measured(one, map_batch(like, seen), n, every, others, live)
-                return prediction.with_more(prediction.gradients) if several else prediction  # DDP has copies of them
+                return prediction.with_more(prediction.gradients * several - beside)  # DDP has copies of gradients
         except Exception as error:  # User code may need values, or another batch size.
             reason = reason or in_one_line(error)
     return reason

@@ -8,7 +8,7 @@ import torch
 from helpers import mostly_slow, raises, step_gradient
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from learnerkit import (
     Callback,
@@ -521,6 +521,19 @@ class Floats(nn.Module):
         return x.float()
 
 
+class TwoBranches(nn.Module):
+    """Has an output, with a norm of its own, on which the loss does not depend."""
+
+    def __init__(self):
+        super().__init__()
+        halves = (nn.Sequential(nn.Unflatten(1, (3, 2)), RankNorm(3), nn.Flatten(), nn.Linear(6, 2)) for _ in range(2))
+        self.first, self.branches = nn.Linear(4, 6), nn.ModuleList(halves)
+
+    def forward(self, x):
+        x = self.first(x)
+        return [branch(x) for branch in self.branches]
+
+
 class Tempered(nn.Module):
     """A loss with a trained parameter, which the predictions do not depend on."""
 
@@ -555,11 +568,12 @@ class Leaves(Callback):
             raise CancelBatchException
 
 
-EQUAL = ["overlapped", "after the pass", "accumulated", "a view", "frozen", "a loss with a weight", "all leave"]
+DEFERRED = ["after the pass", "two branches"]
+EQUAL = [*DEFERRED, "overlapped", "accumulated", "a view", "frozen", "a loss with a weight", "all leave"]
 UNEQUAL = ["in bf16", "one counts nothing", "one leaves before", "one leaves after"]  # one process has no such rank
 
 
-QUICK = "overlapped", "a loss with a weight", "all leave", "in bf16"
+QUICK = "overlapped", "two branches", "a loss with a weight", "all leave", "in bf16"
 
 
 @pytest.mark.parametrize("way", mostly_slow(EQUAL + UNEQUAL, *QUICK))
@@ -577,12 +591,14 @@ def test_a_rank_without_samples_takes_part_in_norms_over_all_ranks(way):
             cbs.append(GradientAccumulation(n_batches=2))
         if way == "in bf16":
             cbs.append(MixedPrecision("bf16"))
-        options = {"find_unused_parameters": True} if way == "after the pass" else {}
         loss = Tempered() if way == "a loss with a weight" else None
+        if way == "two branches":
+            model, loss = TwoBranches().double(), lambda pred, y: nn.functional.cross_entropy(pred[0], y)
+        options = {"find_unused_parameters": True} if way in DEFERRED else {}
         return trained(cbs=cbs, alone=alone, model=model, loss=loss, **options)
 
     learn, _, ways = made(False)
-    assert ("Overlapped" in ways) is (way != "after the pass")
+    assert ("Overlapped" in ways) is (way not in DEFERRED)
     found = weights(learn)
     assert found.isfinite().all()
     assert all("forward" not in vars(m) for m in learn.model.modules())
@@ -597,3 +613,31 @@ def test_parts_of_a_batch_and_norms_over_all_ranks_are_refused_before_a_rank_wai
     model = nn.Sequential(nn.Linear(4, 6), nn.Unflatten(1, (3, 2)), RankNorm(3), nn.Flatten(), nn.Linear(6, 2)).double()
     with raises(ValueError, "SyncBatchNorms would wait", "sync_bn=False"):
         trained(cbs=SplitBatch(parts=2), model=model)
+
+
+class Some(IterableDataset):
+    """Ends early on rank 0."""
+
+    def __iter__(self):
+        generator = torch.Generator().manual_seed(distributed.rank())
+        for _ in range(4 if distributed.is_main() else 20):
+            x = torch.randn(4, generator=generator, dtype=torch.float64) + 1
+            yield x, (x.sum() > 4).long()
+
+
+@pytest.mark.slow
+def test_the_statistics_move_on_where_rank_0_has_no_samples_and_a_norm_keeps_its_own_forward():
+    layers = [nn.Linear(4, 6), nn.Unflatten(1, (3, 2)), RankNorm(3), nn.Flatten(), nn.Linear(6, 2)]
+    norm, seen = layers[2], []
+    norm.forward = partial(RankNorm.forward, norm)
+    own = norm.forward
+    learn = Learner(
+        DataLoaders(DataLoader(Some(), 2), device="cpu"), nn.Sequential(*layers).double(), nn.CrossEntropyLoss(),
+        opt_func=torch.optim.SGD, lr=0.1, cbs=Callback(after_step=lambda cb: seen.append(norm.running_mean.tolist())),
+    )  # fmt: skip
+    with learn.no_logging(), learn.distrib_ctx(sharded=True, uneven="join"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        learn.fit(1)
+    assert len({str(mean) for mean in seen}) == len(seen) == 10
+    assert norm.num_batches_tracked == 10
+    assert norm.forward is own

@@ -424,6 +424,7 @@ def test_on_a_gpu_the_peak_is_what_its_allocator_tells(kind):
     gc.collect()
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
+    others = torch.ones(2**29, device="cuda")  # which the prediction does not count
     before = torch.cuda.memory_allocated()
     learn = ON_GPU[kind]()
     move_to_device(learn)
@@ -436,3 +437,4 @@ def test_on_a_gpu_the_peak_is_what_its_allocator_tells(kind):
     print(f"{kind}: predicted {found.peak / 2**20:.0f} MiB, peak {peak / 2**20:.0f} MiB: {found.peak / peak:.3f}")
     # The kernels of a U-Net's convolutions at full size take more memory themselves.
     assert found.peak == pytest.approx(peak, rel=0.15 if kind == "U-Net" else 0.1)
+    assert others.is_cuda
