@@ -6,13 +6,17 @@ import io
 import random
 import warnings
 import weakref
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import raises, step_gradient
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
+from torch.optim import SGD, AdamW
 from torch.utils.data import DataLoader, TensorDataset
 
 from learnerkit import (
@@ -31,6 +35,7 @@ from learnerkit import (
     on_rank0,
     set_seed,
 )
+from learnerkit.optim import make_groups, make_optimizer
 from learnerkit.parallel.watch import PeerError
 from learnerkit.utils import unwrap
 
@@ -496,3 +501,14 @@ def test_ranks_draw_differently_on_their_devices_also_where_the_host_has_drawn_o
     distributed.spread_seeds(torch.device("cuda"))
     assert torch.equal(torch.get_rng_state(), state)
     assert len(Module.seeds) == (shared and not distributed.is_main())
+
+
+@pytest.mark.parametrize("opt_func", [partial(SGD, momentum=0.9), AdamW])
+def test_a_model_that_the_user_has_divided_steps_by_kernels_that_there_are(opt_func):
+    distributed.join()
+    model = fully_shard(nn.Linear(4, 2), mesh=init_device_mesh("cpu", (N,)))
+    opt = make_optimizer(opt_func, make_groups(model, None), 0.1, model)
+    before = model.weight.full_tensor()
+    model(torch.ones(3, 4)).sum().backward()
+    opt.step()  # DTensor has the fused kernel of Adam alone
+    assert not torch.equal(before, model.weight.full_tensor())
