@@ -146,20 +146,20 @@ def gradient_hooks(p: Tensor) -> tuple[Any, Any]:
     return p._backward_hooks, p._post_accumulate_grad_hooks
 
 
-def leaves_of(results: Iterable[Tensor]) -> set[Tensor]:
-    """Return the leaf tensors on which the results depend, by a walk through their graphs."""
-    results = list(results)
-    leaves, open_ = {t for t in results if t.is_leaf and t.requires_grad}, [t.grad_fn for t in results]
-    seen = set[Any]()
-    while open_:
-        node = open_.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if (variable := getattr(node, "variable", None)) is not None:
-            leaves.add(variable)
-        open_ += [other for other, _ in node.next_functions]
-    return leaves
+def nodes_of(results: Iterable[Tensor]) -> set[Any]:
+    """Return the nodes of the graphs that have made the results."""
+    nodes, edges = set[Any](), [(t.grad_fn, 0) for t in results]
+    for node, _ in edges:  # The list grows meanwhile.
+        if node is not None and node not in nodes:
+            nodes.add(node)
+            edges += node.next_functions
+    return nodes
+
+
+def leaves_of(results: Collection[Tensor]) -> set[Any]:
+    """Return the leaf tensors on which the results depend."""
+    ends = {getattr(node, "variable", None) for node in nodes_of(results)}
+    return ends - {None} | {t for t in results if t.is_leaf and t.requires_grad}
 
 
 def version_of(t: Tensor) -> int:

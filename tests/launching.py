@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -41,13 +40,6 @@ def run_script(
         f"{script} on {nproc} processes ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
     )
     return without_chatter(done.stdout) + without_chatter(done.stderr)
-
-
-def free_port() -> str:
-    """A port that nobody uses at the moment."""
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        return str(listener.getsockname()[1])
 
 
 @contextmanager

@@ -353,7 +353,7 @@ class Batches:
                 seen.append(_detached((learn.pred, learn.output)) if keeps else (None, None))
                 if keeps and learn.training:
                     rest = [p for p in self._trained() if p.grad is None]
-                    reached |= leaves_of(tensors_in((learn.pred, learn.output))) & {*rest} if rest else set()
+                    reached |= leaves_of([*tensors_in((learn.pred, learn.output))]) & {*rest} if rest else set()
         factor = mean.correction()
         if isinstance(factor, Tensor) or factor != 1:
             scale_each(gradients.values(), factor)

@@ -1,4 +1,4 @@
-"""Checks of a model that several ranks are to train, and the exchange of its BatchNorms for SyncBatchNorm."""
+"""Checks of a model that several ranks are to train, and what its BatchNorms do there."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from learnerkit.data.batches import in_float32
 from learnerkit.text import first_few
 from learnerkit.torch_internals import BatchNorm
 from learnerkit.utils import spanned_devices, synced_norms
-from learnerkit.values import digests, tensors_in
+from learnerkit.values import digests
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
@@ -174,17 +174,6 @@ def _join(norm: Any, forward: Callable[[Tensor], Tensor], moves: bool, x: Tensor
     if tracked:
         x = F.batch_norm(x, mean.clone(), var.clone(), norm.weight, norm.bias, eps=norm.eps)
     return x + nothing.sum().to(x.dtype)
-
-
-def reached(loss: Tensor, output: Any) -> list[Tensor]:
-    """Return the tensors of an output on which a loss depends, by a walk through its graph."""
-    nodes, found = set[Any](), [loss.grad_fn]
-    while found:
-        node = found.pop()
-        if node is not None and node not in nodes:
-            nodes.add(node)
-            found += [other for other, _ in node.next_functions]
-    return [t for t in tensors_in(output) if t.grad_fn in nodes]
 
 
 @contextmanager

@@ -15,11 +15,11 @@ from learnerkit.host_scalars import HostCopy
 from learnerkit.losses import output_of
 from learnerkit.marks import collective
 from learnerkit.parallel.agreement import AFTER_BATCH, NEXT_BATCH, STEP, TOLD, Agreement, RankDispatch
-from learnerkit.parallel.model_checks import reached
 from learnerkit.parallel.passes import Passes
 from learnerkit.text import first_few
-from learnerkit.torch_internals import check_reduced
+from learnerkit.torch_internals import check_reduced, nodes_of
 from learnerkit.utils import synced_norms
+from learnerkit.values import tensors_in
 
 if TYPE_CHECKING:
     from learnerkit.learner import Learner
@@ -153,7 +153,9 @@ class RankStep:
         something = self.take_count()
         output = output_of(learn)
         if not something and learn.loss_grad is not None and output is not None and synced_norms(learn.model):
-            output = reached(learn.loss_grad, output)  # Norms on which the loss does not depend wait for nobody.
+            # Norms on which the loss does not depend wait for nobody.
+            nodes = nodes_of([learn.loss_grad])
+            output = [t for t in tensors_in(output) if t.grad_fn in nodes]
         learn.loss_grad = mean.weigh(learn.loss_grad, self.count, output)
         if learn.shards is None and learn.step_due and learn.step_batches == 1 and not self.kept:
             # A callback's own backward pass may have left gradients, which have the weight of the loss.

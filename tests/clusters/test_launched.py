@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -9,13 +10,18 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from launching import SCRIPTS, environment, free_port
+from launching import SCRIPTS, environment
 
 from learnerkit.launch.addresses import ANYWHERE, NodeError, interface_of, own_address
 
 LIMIT = 300  # seconds for any one run, also on a busy machine
 SCRIPT = str(SCRIPTS / "nodes_train.py")
 LAUNCH = [sys.executable, "-m", "learnerkit.launch", "--timeout", str(LIMIT), SCRIPT]
+
+
+def free_port():
+    with socket.create_server(("", 0)) as listener:
+        return str(listener.getsockname()[1])
 
 
 def finish(command, folder, env):
