@@ -19,16 +19,30 @@ from learnerkit.images.reading import ImageReader
 WORKERS, BATCH, SIDE, SIZE = 2, 64, 256, 224
 
 
-def write_pictures(folder, n):
-    """Write mosaics of 16 of the shipped images, in colours: JPEGs of about 15 KB."""
+def mosaics(n):
+    """Yield mosaics of 16 of the shipped images, in colours: (112, 112, 3), 8 bits a channel."""
     images = fashion_mnist_sample()[0].tensors[0].mul(255).byte().squeeze(1)
     generator = torch.Generator().manual_seed(0)
-    paths = []
-    for i in range(n):
+    for _ in range(n):
         tiles = images[torch.randint(len(images), (4, 4, 3), generator=generator)]
-        mosaic = tiles.permute(0, 3, 1, 4, 2).reshape(4 * 28, 4 * 28, 3).numpy()
+        yield tiles.permute(0, 3, 1, 4, 2).reshape(4 * 28, 4 * 28, 3)
+
+
+def augmentations(size, everything):
+    """torchvision's for one image of 8 bits, and that of whole batches of floats, of the same kind."""
+    transforms = [v2.RandomResizedCrop(size, (0.5, 1)), v2.RandomHorizontalFlip()]
+    if everything:
+        transforms += [v2.RandomRotation(10, v2.InterpolationMode.BILINEAR), v2.ColorJitter(0.2, 0.2)]
+    more = {"rotate": 10, "light": 0.2} if everything else {}
+    return v2.Compose([*transforms, v2.ToDtype(torch.float32, scale=True)]), ImageAugmentation(size=size, **more)
+
+
+def write_pictures(folder, n):
+    """Write mosaics as JPEGs of about 15 KB."""
+    paths = []
+    for i, mosaic in enumerate(mosaics(n)):
         paths.append(folder / f"{i}.jpg")
-        Image.fromarray(mosaic).resize((SIDE, SIDE), Image.Resampling.BICUBIC).save(paths[-1], quality=90)
+        Image.fromarray(mosaic.numpy()).resize((SIDE, SIDE), Image.Resampling.BICUBIC).save(paths[-1], quality=90)
     return list(map(str, paths))
 
 
@@ -67,11 +81,7 @@ def augmenting(paths, rounds, size, everything):
     """Seconds for a batch: image by image with torchvision's transforms, and the whole batch."""
     read = ImageReader(size)
     batch = torch.stack([read(path) for path in paths[:BATCH]])
-    transforms = [v2.RandomResizedCrop(size, (0.5, 1)), v2.RandomHorizontalFlip()]
-    if everything:
-        transforms += [v2.RandomRotation(10, v2.InterpolationMode.BILINEAR), v2.ColorJitter(0.2, 0.2)]
-    each = v2.Compose([*transforms, v2.ToDtype(torch.float32, scale=True)])
-    whole = ImageAugmentation(rotate=10, light=0.2) if everything else ImageAugmentation()
+    each, whole = augmentations(size, everything)
 
     def timed(function):
         start = time.perf_counter()
