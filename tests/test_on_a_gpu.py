@@ -223,7 +223,7 @@ def test_a_fit_on_another_stream_reads_what_its_steps_have_made():
 
 
 @pytest.mark.parametrize("way", ["launch", "torchrun"])
-def test_a_group_of_one_with_nccl(way, tmp_path):
+def test_a_group_of_one_with_nccl(way):
     found = json.loads(run_script("gpu_alone.py", nproc=1, way=way, gpus=True, timeout=240).splitlines()[-1])
     assert found["backends"] == "cpu:gloo,cuda:nccl"
     for name in ("distrib_ctx", "DDP of the user", "FSDP2 of the user"):

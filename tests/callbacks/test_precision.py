@@ -701,6 +701,15 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
+@pytest.fixture
+def inductor(fresh_compiler, monkeypatch, tmp_path):
+    """Torch's own compiler, with a cache of its own and no further processes."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "")  # inductor sets it, and this takes it away again
+    with torch._inductor.config.patch(compile_threads=1):
+        yield
+
+
 class OfOnesOwn(nn.Module):
     """A network whose `forward` is not torch's."""
 
@@ -754,10 +763,7 @@ def _double(n, seed=0):
 
 @pytest.mark.soak  # the first compilation on a machine takes half a minute
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-def test_training_compiled_by_inductor_is_the_same(fresh_compiler, monkeypatch, tmp_path):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "")  # inductor sets it, and this takes it away again
-    monkeypatch.setattr(torch._inductor.config, "compile_threads", 1)  # no processes of its own
+def test_training_compiled_by_inductor_is_the_same(inductor):
     learn, plain = make_learner(make_dls(valid=None), cbs=Compile()), make_learner(make_dls(valid=None))
     learn.fit(2)
     plain.fit(2)
@@ -861,10 +867,7 @@ class OwnClasses(nn.Module):
 @pytest.mark.filterwarnings("ignore")  # torch's compiler has many
 @pytest.mark.parametrize("options", [{}, {"mode": "reduce-overhead"}], ids=str)
 @pytest.mark.parametrize("own", [False, True])
-def test_training_compiled_for_a_gpu_is_the_same(own, options, fresh_compiler, monkeypatch, tmp_path):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "")
-
+def test_training_compiled_for_a_gpu_is_the_same(own, options, inductor):
     def trained(cbs):
         batches = [tuple(t.cuda() for t in batch) for batch in DataLoader(make_classes(64, 8), 16)]
         if own:
@@ -878,8 +881,7 @@ def test_training_compiled_for_a_gpu_is_the_same(own, options, fresh_compiler, m
         learn.fit(3, 0.01)
         return learn, learn.validate(), learn.get_preds()[0]
 
-    with torch._inductor.config.patch(compile_threads=1):  # no processes of its own
-        (compiled, *seen), (plain, *expected) = trained([Compile(**options)]), trained([])
+    (compiled, *seen), (plain, *expected) = trained([Compile(**options)]), trained([])
     torch.testing.assert_close(seen, expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(compiled.recorder.losses, plain.recorder.losses, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(compiled.recorder.values, plain.recorder.values, rtol=1e-4, atol=1e-5)

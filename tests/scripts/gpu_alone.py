@@ -43,7 +43,7 @@ def sharded(model):
 
 torch.cuda.set_device(0)
 alone = trained()
-dist.init_process_group("cpu:gloo,cuda:nccl", device_id=None)
+dist.init_process_group("cpu:gloo,cuda:nccl")
 found = {"backends": dist.get_backend_config()}
 ways = {
     "distrib_ctx": trained(context=True),
