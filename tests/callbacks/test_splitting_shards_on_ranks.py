@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from helpers import mostly_slow
+from helpers import mostly_slow, mostly_soak
 from memory_limits import FAILURE, Cancels, Limit, far
 from torch import nn
 from torch.nn import functional as F
@@ -92,7 +92,7 @@ def on(rank, rows, where="forward", **kwargs):
 
 
 @pytest.mark.parametrize("where", mostly_slow(["forward", "backward", "without gradients"], "backward"))
-@pytest.mark.parametrize("which", mostly_slow([-1, 0, 1], 1))
+@pytest.mark.parametrize("which", mostly_soak([-1, 0, 1], 1))
 def test_a_rank_that_runs_out_of_memory_in_a_pass_leaves_no_rank_waiting(which, where):
     limit = on(which, 2, where)
     split = fitted(limit, [SplitBatch()])

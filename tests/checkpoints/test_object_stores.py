@@ -393,9 +393,9 @@ def printed(text, what):
     return line.split()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("option", [(), pytest.param(("--async",), marks=pytest.mark.soak)])
+@pytest.mark.parametrize("option", [(), ("--async",)])
 def test_ranks_killed_in_an_upload_to_s3_go_on_bit_by_bit_and_on_another_number_of_ranks(s3, option):
     whole = launched(2, f"{s3}/whole", 2, 0, *option)
     broken = launched(2, f"{s3}/broken", 2, 4, *option)  # in the second save

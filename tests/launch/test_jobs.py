@@ -365,7 +365,7 @@ def free_port():
         return str(listener.getsockname()[1])
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_pods_of_kubeflow_that_are_ended_or_fail_go_on(job, hosts, uninterrupted):
     """Two pods, each with a network of its own, are ended by SIGTERM, start again, lose a rank, and start again."""
     _, spec = read_kubeflow(text_of("kubeflow", TRAIN, nodes=2, env=["GREETING=$(HOME) $$"]))
@@ -404,7 +404,7 @@ def test_machines_of_skypilot_train_together(job, hosts, uninterrupted):
     assert job.result() == uninterrupted
 
 
-@pytest.mark.slow
+@pytest.mark.soak  # two machines of SageMaker train in clusters/test_launched.py, too
 def test_machines_of_sagemaker_train_together(job, uninterrupted):
     (job.folder / "train.sagemaker.py").write_text(text_of("sagemaker", TRAIN, nodes=2))
     told = submitted(job.folder, "train.sagemaker.py")
