@@ -34,7 +34,7 @@ def items(kind):
     }[kind]  # fmt: skip
 
 
-@pytest.mark.ranks(2, slow=[3])
+@pytest.mark.ranks(2, soak=[3])
 def test_every_input_is_predicted_once_in_order():
     predict_without_targets()
 

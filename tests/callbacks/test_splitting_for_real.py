@@ -7,7 +7,7 @@ import pytest
 from launching import run_script
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.soak,
     pytest.mark.timeout(300),
     pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the address space has no limit"),
 ]

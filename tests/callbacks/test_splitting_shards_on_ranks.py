@@ -91,7 +91,7 @@ def on(rank, rows, where="forward", **kwargs):
     return InPasses(rows if rank in (-1, RANK) else 1000, where, **kwargs)
 
 
-@pytest.mark.parametrize("where", mostly_slow(["forward", "backward", "without gradients"], "backward"))
+@pytest.mark.parametrize("where", mostly_soak(["forward", "backward", "without gradients"], "backward"))
 @pytest.mark.parametrize("which", mostly_soak([-1, 0, 1], 1))
 def test_a_rank_that_runs_out_of_memory_in_a_pass_leaves_no_rank_waiting(which, where):
     limit = on(which, 2, where)

@@ -88,13 +88,12 @@ def whole():
 
 
 QUICK = ("one cycle", "accumulation")
-SLOW = (
-    "workers", "EMA", "fp16", "early stopping", "counting sampler", "LBFGS", "torch's schedulers", "batch norm",
-    "cancels", "augmentation", "several optimizers", "budget",
-)  # fmt: skip
+SLOW = ("workers", "EMA", "fp16", "LBFGS", "torch's schedulers", "several optimizers")
+SOAK = ("early stopping", "counting sampler", "batch norm", "cancels", "augmentation", "budget")
 STEPS_OF = [
     *(pytest.param(name, (EPOCH, EPOCH + 5), id=name) for name in QUICK),
     *(pytest.param(name, (EPOCH, EPOCH + 3), id=name, marks=pytest.mark.slow) for name in SLOW),
+    *(pytest.param(name, (EPOCH, EPOCH + 3), id=name, marks=pytest.mark.soak) for name in SOAK),
     *(pytest.param(name, range(1, STEPS + 1), id=f"{name}, all", marks=pytest.mark.soak) for name in ONE_FIT),
 ]
 

@@ -180,7 +180,7 @@ def test_f32_loader_workers_leave_signals_to_their_rank(tmp_path):
     assert "is killed by signal" not in run.read("err")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_r17_usr1_saves_and_the_run_goes_on(tmp_path, whole):
     run = Run(tmp_path, "--every=1000", fault="await:-1:17")
     run.wait_for("waits-0", "waits-1")
@@ -250,7 +250,7 @@ def close(a, b):
 # Shards
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_r01_a_sharded_run_is_killed_and_ends_as_it_would_have(tmp_path, whole):
     run = Run(tmp_path, "--shard", fault="kill:1:27", restarts=1)
     expected = whole("--shard").ends()  # at the same time

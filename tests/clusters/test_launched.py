@@ -104,7 +104,7 @@ def can_have_own_hosts():
     )
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.skipif(not can_have_own_hosts(), reason="no /etc/hosts of its own for a process, or no network")
 def test_two_machines_of_sagemaker_wait_for_a_name_and_train_as_one_process(alone, tmp_path):
     address = own_address(ANYWHERE, 1)
@@ -131,7 +131,7 @@ def test_two_machines_of_sagemaker_wait_for_a_name_and_train_as_one_process(alon
         assert "learnerkit.launch: waiting for an address for the name 'algo-1' (3 s)" in text
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_failure_count_leads_to_a_resume(tmp_path):
     def attempt(folder, count, faults):
         folder.mkdir(exist_ok=True)

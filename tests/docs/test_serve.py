@@ -75,7 +75,7 @@ def rows():
     return frame.where(frame.notna(), None).to_dict("records")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_twenty_clients_get_the_predictions_for_their_own_inputs(model):
     learn, inputs = load_learner(model, data=TabularData, device="cpu"), rows()
     expected = [learn.predict(row) for row in inputs]

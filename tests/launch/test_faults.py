@@ -260,7 +260,7 @@ def test_r08_exit_code(faulty, kind, code, how):
     assert how in run.says[0]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("kind", ["exit0", pytest.param("quit", marks=pytest.mark.soak)])
 def test_r09_early_exit0(faulty, kind):
     run = faulty(fault=f"{kind}:1:37")
@@ -308,7 +308,7 @@ def test_r36_loader(faulty, kind, message):
 # Signals
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_r13_term_launcher(faulty):
     run = faulty("--", "--handle", fault="wait:1:37")
     run.wait_for("fault")
@@ -329,7 +329,7 @@ def test_r17_usr1(faulty, uninterrupted):
     assert run.digests("sgd") == uninterrupted["sgd"]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.usefixtures("ctrl_c")  # where SIGINT is ignored, the processes of the test would ignore it, too
 def test_r16_int(faulty):
     run = faulty(fault="wait:1:37")

@@ -443,7 +443,7 @@ learn.fit(1)
     assert "could not come back" not in shown.text, shown.text
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_workers_find_the_largest_batch(kernel):
     shown = kernel.run("""
 learn = make_learner()

@@ -247,7 +247,7 @@ def test_nothing_of_a_run_is_left_to_the_garbage_collector(how):
     check_nothing_is_left(how)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("how", [how if i < 2 else pytest.param(how, marks=SOAK) for i, how in enumerate(ENDINGS)])
 def test_nothing_of_a_run_on_one_process_is_left_to_the_garbage_collector(how):
     check_nothing_is_left(how)
