@@ -1373,12 +1373,18 @@ class Learner(RunState):
     def log_metric(self, name: str, value: float | Tensor) -> None:
         """Add a value to a column of the table: its mean over the epoch and all ranks. Tensors stay on the device.
 
+        In a batch a value has the weight of the batch's loss in `train_loss`, which is its number of samples, or of
+        what `loss_weight` counts. So parts of a loss add up to it, and several ranks give what one process gives.
+
         Args:
             name: the name of the column.
             value: a number or a tensor with one element.
         """
         if self.task == "fit" and hasattr(self, "recorder"):
-            self.recorder.log_metric(name, value)
+            weight: float | Tensor = 1
+            if self._batch_index >= 0:
+                weight = self.batch_size if self.loss is None else self.loss_count
+            self.recorder.log_metric(name, value, weight)
 
     @on_workers
     @collective

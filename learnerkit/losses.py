@@ -19,11 +19,13 @@ from torch.nn import functional as F
 
 from learnerkit import distributed
 from learnerkit.data.batches import rows_of
+from learnerkit.data.cuts import cut_rows
 from learnerkit.data.loaders import unknown_keys
 from learnerkit.events import CancelBackwardException
 from learnerkit.gradient_mean import counts_something, host_count, zero_loss
 from learnerkit.marks import collective
 from learnerkit.text import did_you_mean
+from learnerkit.torch_internals import nodes_of
 from learnerkit.utils import itself, library_of, overrides, unbound, unwrap, warn
 from learnerkit.values import describe, get_field, tensors_in
 
@@ -265,6 +267,7 @@ class LossWeight:
         own: the facts about the model's own loss; `None` for another loss, or if `loss_weight` gives the count.
         told: the user was warned of an unknown count, or no warning is needed.
         absent: the model has computed no loss in evaluation, although there were targets.
+        gathers: in training the loss depends on tensors of other ranks, by `distributed.all_gather`.
         asks: the learner's attributes that the loss function gets by keyword.
         alone: the loss function can be called with predictions alone.
         entries: the entries of the model's output that are counts, not losses.
@@ -316,7 +319,7 @@ class LossWeight:
         if loss_weight is None and not self.sums and is_cross_entropy(loss_func):
             ignored = loss_option(loss_func, "ignore_index", -100)  # the default of torch
             self._count = partial(_count_classes, loss_option(loss_func, "weight"), ignored)
-        self.absent = False
+        self.absent = self.gathers = False
         self.own: OwnLoss | None = None
         if loss_func is None and loss_weight is None:
             self.own = OwnLoss() if model is None else own_loss_of(model)
@@ -632,7 +635,13 @@ def take_loss(learn: "Learner") -> None:
     Raises:
         ValueError: the loss is not a scalar, or would silently broadcast predictions and targets.
     """
-    if learn.batch_size == 0 and not rows_of(learn.xb):
+    weighting = weighting_of(learn)
+    if learn.batch_size == 0 and weighting.gathers and learn.training and learn.loss_func is not None:
+        # The other ranks wait for this one in the loss. A sample that stands for none is no part of it.
+        learn.pred, learn.yb = cut_rows((learn.pred, learn.yb), 0, 0, 0)
+        learn._loss()
+        learn.loss = torch.zeros_like(learn.loss)  # an empty mean would be NaN
+    elif learn.batch_size == 0 and not rows_of(learn.xb):
         # A rank without data has gradients of zero, since an empty mean would be NaN.
         learn.loss_grad = zero_loss(output_of(learn))
         learn.loss = learn.loss_grad.detach()
@@ -646,7 +655,9 @@ def take_loss(learn: "Learner") -> None:
         return
     if not isinstance(learn.loss_grad, Tensor) or learn.loss_grad.ndim:
         raise no_scalar(learn.loss_grad)
-    weighting, table = weighting_of(learn), learn._dispatch.table
+    if learn.training and not learn.iter:
+        weighting.gathers = any(node.name() == distributed.GATHERED for node in nodes_of([learn.loss_grad]))
+    table = learn._dispatch.table
     learn.loss_count = count = batch_count(learn)
     if weighting.parts and learn.batch_size:
         weighting.take_parts(learn)

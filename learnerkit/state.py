@@ -91,7 +91,7 @@ class RunState(PublicState):
     _dispatch: "Dispatch" = None  # type: ignore[assignment]  # calls the callbacks at each event; None: nothing runs
     _in_fit: bool = False  # a fit is going on, whose random streams an evaluation restores
     _unpack: Any = None  # the `Unpacker` of the loader that is read
-    _batch_index: int = 0  # the index of the batch among those of all ranks
+    _batch_index: int = -1  # the index of the batch among those of all ranks; -1: none is read
     _position: "Position" = None  # type: ignore[assignment]  # the position in the training data of a fit
     _gradient: "StepGradient | None" = None  # computes a step's gradient; None: it is that of the step's only batch
 

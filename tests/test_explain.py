@@ -204,6 +204,20 @@ def test_a_mistake_is_explained(name):
     assert [part for part in parts if part not in note] == []
 
 
+def test_a_validation_whose_loss_needs_gradients_is_explained():
+    def penalized(pred, target):
+        loss = F.cross_entropy(pred, target)
+        return loss + torch.autograd.grad(loss, pred, create_graph=True)[0].square().sum()
+
+    learn = learner(loss_func=penalized)
+    learn.fit(1)
+    said = "\n".join(notes(failed(learn, "validate", 0)))
+    assert "an evaluation computes no gradients" in said
+    assert "torch.enable_grad()" in said
+    assert "def loss(pred, target, *, training)" in said
+    assert "does not depend" not in said
+
+
 def test_a_lazy_layer_is_given_the_advice_itself():
     error = failed(ROWS["channels last, lazy"][0]())
     assert str(error).endswith("x.permute(2, 0, 1) in the dataset")

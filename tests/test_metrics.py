@@ -252,6 +252,15 @@ def test_perplexity_leaves_ignored_targets_out():
     )
 
 
+@pytest.mark.parametrize("metric", [perplexity, "perplexity"])
+def test_perplexity_leaves_out_what_the_loss_ignores(metric):
+    target, loss = torch.tensor([0, 2, 1, 2]), nn.CrossEntropyLoss(ignore_index=2)
+    expected = loss(PRED, target).exp().item()
+    assert evaluate(metric, target=target, loss_func=loss)["perplexity"] == pytest.approx(expected)
+    given = evaluate(perplexity(ignore_index=0), target=target, loss_func=loss)["perplexity"]
+    assert given == pytest.approx(F.cross_entropy(PRED, target, ignore_index=0).exp().item())
+
+
 def test_meters_have_the_names_of_their_metrics():
     def my_metric(pred, target):
         return 1.0

@@ -132,7 +132,12 @@ def test_metrics_know_the_classes_of_a_models_own_loss():
         ("recal", None, "abc", "got the metric 'recal'; did you mean 'recall'"),
         ("f1", None, None, r"by CrossEntropyLoss and no names .*classes=.*MulticlassF1Score\(num_classes=10\)"),
         ("f1", nn.MSELoss(), "abc", "'f1' does not know its task by MSELoss and 3 names of classes"),
-        ("r2", None, "abc", r"'r2' does not know its task by CrossEntropyLoss .*regression.R2Score\(\)"),
+        (
+            "r2",
+            None,
+            "abc",
+            r"'r2' does not know its task by CrossEntropyLoss .* classes: take an .*regression.R2Score\(\)",
+        ),
         ("auc", lambda pred, target: pred.mean(), "abc", "'auc' does not know its task by <lambda>"),
         ("f1", Labels(), None, r"one score for each sample, .*float32 tensor of shape \(4, 3\).*MultilabelF1Score"),
     ],

@@ -408,6 +408,7 @@ def reading(learn: "Learner") -> Iterator[None]:
         with seeded_samplers(loader, seed):
             yield
     finally:
+        learn._batch_index = -1
         if seeds_loader:
             loader.generator = generator
         if stream is not None:

@@ -6,6 +6,7 @@ group is made at first need and lives until the process ends. On one process a c
 """
 
 from learnerkit.distributed.collectives import (
+    GATHERED,
     MISMATCH,
     SAME_CALLS,
     all_gather,
@@ -55,7 +56,8 @@ from learnerkit.distributed.meeting import (
 from learnerkit.distributed.seeds import set_seed
 
 __all__ = [
-    "MISMATCH", "PeerError", "SAME_CALLS", "all_gather", "alone", "around_collectives", "await_all", "barrier",
+    "GATHERED", "MISMATCH", "PeerError", "SAME_CALLS", "all_gather", "alone", "around_collectives", "await_all",
+    "barrier",
     "before_collective", "broadcast", "broadcast_into", "compare_calls_of_users", "count_call", "default_device",
     "follow_rank0", "gather_pieces", "give_values", "group", "grouped_collectives", "hear",
     "is_joined", "is_main", "join", "local_rank", "mean_into", "meet", "no_collectives", "not_together",

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from learnerkit.distributed import seeds
 from learnerkit.distributed.facts import (
@@ -266,6 +267,10 @@ def give_values(tensors: Sequence[Tensor]) -> None:
 def all_gather(x: T, among: str = "") -> list[T]:
     """Return the `x` of every rank, in rank order: tensors of one shape, or any objects that can be pickled.
 
+    A tensor with a gradient, such as an embedding in a contrastive loss, gets the gradients of all ranks back, so that
+    a loss over `torch.cat(all_gather(x))` trains as on one process. Such tensors may differ in their first dimension.
+    Every rank must reach the backward pass, too.
+
     Args:
         x: this rank's object.
         among: used by this package, as in `reduce`.
@@ -274,6 +279,8 @@ def all_gather(x: T, among: str = "") -> list[T]:
         return [x]
     with _explained("all_gather"):
         if isinstance(x, Tensor):
+            if x.requires_grad and torch.is_grad_enabled():
+                return list(_Gathered.apply(x)) if x.ndim else [part[0] for part in _Gathered.apply(x[None])]
             local = _wire(x.detach()).contiguous()
             parts: list[Any] = [torch.empty_like(local) for _ in range(world_size())]
             dist.all_gather(parts, local)
@@ -281,6 +288,31 @@ def all_gather(x: T, among: str = "") -> list[T]:
         everyone: list[Any] = [None] * world_size()
         dist.all_gather_object(everyone, x, group(among))
         return everyone
+
+
+class _Gathered(torch.autograd.Function):
+    """The tensors of all ranks; the gradient of each is the sum of those that the ranks have for it."""
+
+    @staticmethod
+    @collective
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, ...]:
+        ctx.rows = all_gather(len(x))  # a host-device sync
+        return tuple(part[:n] for part, n in zip(all_gather(_padded(x, ctx.rows)), ctx.rows, strict=True))
+
+    @staticmethod
+    @once_differentiable
+    @collective
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        sums = reduce(torch.stack([_padded(gradient, ctx.rows) for gradient in gradients]))
+        return sums[rank(), : ctx.rows[rank()]]
+
+
+GATHERED = f"{_Gathered.__name__}Backward"
+"""The name of the nodes in whose backward pass each rank waits for the others."""
+
+
+def _padded(x: Tensor, rows: Sequence[int]) -> Tensor:
+    return torch.cat([x, x.new_zeros(max(rows) - len(x), *x.shape[1:])])
 
 
 @collective

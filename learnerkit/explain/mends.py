@@ -55,6 +55,11 @@ def of_run(learn: "Learner", error: Exception, text: str) -> str:
     if isinstance(error, RuntimeError) and distributed.MISMATCH in text:
         return distributed.SAME_CALLS
     if isinstance(error, RuntimeError) and "require grad" in text:
+        if not learn.training:
+            return (
+                "an evaluation computes no gradients: compute what needs them in `with torch.enable_grad():`, or leave "
+                "it out, as a loss that takes the keyword `training` can: def loss(pred, target, *, training)"
+            )
         return (
             "the loss does not depend on the model's parameters: look for no_grad, detach, .data, .item() or .numpy() "
             "in forward and in the loss"

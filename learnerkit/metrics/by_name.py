@@ -56,12 +56,11 @@ class OfTorchmetrics:
             task = "Multilabel"
         if task is None or (task == "Multiclass" and not n) or (task == "") != (name == "r2"):
             loss = "the model's loss" if loss_func is None else loss_name(loss_func)
-            line = (
-                "regression.R2Score()" if name == "r2" else f"classification.Multiclass{_CLASSES[name]}(num_classes=10)"
-            )
+            named = "give DataLoaders(classes=[...]) the names, or " if name != "r2" else ""
+            line = f"classification.Multiclass{_CLASSES[name]}(num_classes=10)" if named else "regression.R2Score()"
             raise ValueError(
-                f"the metric {name!r} does not know its task by {loss} and {n or 'no'} names of classes: give "
-                f"DataLoaders(classes=[...]) the names, or take an object of torchmetrics, such as torchmetrics.{line}"
+                f"the metric {name!r} does not know its task by {loss} and {n or 'no'} names of classes: {named}take "
+                f"an object of torchmetrics, such as torchmetrics.{line}"
             )
         options = {
             "Multiclass": {

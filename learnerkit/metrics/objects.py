@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from learnerkit.data.batches import concat, on_host
-from learnerkit.losses import unwrap_partial
+from learnerkit.losses import loss_option, unwrap_partial
 from learnerkit.metrics.functions import class_axis, counts, decoded_pair, wide
 
 
@@ -120,15 +120,20 @@ class perplexity(_MeanOf):
     """The exponential of the mean cross-entropy over all targets that are not `ignore_index`.
 
     Args:
-        ignore_index: targets with this value are ignored.
+        ignore_index: targets with this value are ignored; by default those that the loss ignores, or else -100.
         name: the column; by default 'perplexity'.
         axis: the dimension of the classes, 1 (as in torch's losses) or -1 (as in language models); by default
             whichever fits the shape of the targets.
     """
 
-    def __init__(self, ignore_index: int = -100, name: str | None = None, axis: int | None = None) -> None:
+    def __init__(self, ignore_index: int | None = None, name: str | None = None, axis: int | None = None) -> None:
         super().__init__(name)
         self.ignore_index, self.axis = ignore_index, axis
+        self._loss_func: Any = None
+
+    def use_loss(self, loss_func: Any) -> None:
+        """Take the learner's loss."""
+        self._loss_func = loss_func
 
     def update(self, pred: Tensor, target: Tensor) -> None:
         """Add a batch.
@@ -141,8 +146,11 @@ class perplexity(_MeanOf):
             ValueError: no `axis`, and both dimension 1 and the last may be the classes.
         """
         axis = class_axis(pred, target, "perplexity") if self.axis is None else self.axis
-        total = F.cross_entropy(pred.movedim(axis, 1), target, ignore_index=self.ignore_index, reduction="sum")
-        self._add(total, (target != self.ignore_index).sum())
+        ignored = self.ignore_index
+        if ignored is None:
+            ignored = loss_option(self._loss_func, "ignore_index", -100)
+        total = F.cross_entropy(pred.movedim(axis, 1), target, ignore_index=ignored, reduction="sum")
+        self._add(total, (target != ignored).sum())
 
     def compute(self) -> Tensor:
         """Return the exponential of the mean."""

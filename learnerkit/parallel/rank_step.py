@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from learnerkit import distributed
 from learnerkit.gradient_mean import GradientMean, StepGradient, counts_something, host_count, scale_gradients
 from learnerkit.host_scalars import HostCopy
-from learnerkit.losses import output_of
+from learnerkit.losses import output_of, weighting_of
 from learnerkit.marks import collective
 from learnerkit.parallel.agreement import AFTER_BATCH, NEXT_BATCH, STEP, TOLD, Agreement, RankDispatch
 from learnerkit.parallel.passes import Passes
@@ -65,7 +65,7 @@ class RankStep:
         self.params: dict[str, nn.Parameter] = {}
         self.passes = Passes(self, watches=False)
         self.sends: nn.Module | None = None
-        self.kept = self.reduced = False
+        self.kept = self.reduced = self.waits = False
         self.joined = ExitStack()
         self.agree: Callable[[], None] = lambda: None
         self.stepped: bool | None = None
@@ -151,12 +151,22 @@ class RankStep:
         """Add the batch's count to the step, weigh its loss by it, and tell whether the count may be other than 0."""
         learn, mean = self.learn, self.mean
         something = self.take_count()
-        output = output_of(learn)
-        if not something and learn.loss_grad is not None and output is not None and synced_norms(learn.model):
-            # Norms on which the loss does not depend wait for nobody.
-            nodes = nodes_of([learn.loss_grad])
-            output = [t for t in tensors_in(output) if t.grad_fn in nodes]
-        learn.loss_grad = mean.weigh(learn.loss_grad, self.count, output)
+        loss, output = learn.loss_grad, output_of(learn)
+        gathers = weighting_of(learn).gathers
+        self.waits = not something and (gathers or bool(synced_norms(learn.model)))
+        if self.waits and loss is not None and output is not None:
+            results = tensors_in(output)
+            if gathers:
+                # The pass goes through the whole loss, and a gradient that is NaN ends at the model's output.
+                output = loss
+                for t in results:
+                    if t.grad_fn is not None:
+                        t.register_hook(torch.zeros_like)
+            else:
+                # Norms on which the loss does not depend wait for nobody.
+                nodes = nodes_of([loss])
+                output = [t for t in results if t.grad_fn in nodes]
+        learn.loss_grad = mean.weigh(loss, self.count, output)
         if learn.shards is None and learn.step_due and learn.step_batches == 1 and not self.kept:
             # A callback's own backward pass may have left gradients, which have the weight of the loss.
             if something:
@@ -168,8 +178,7 @@ class RankStep:
 
     def makes_pass(self, something: bool) -> bool:
         """Tell whether this rank makes its backward pass: the batch counts something, or other ranks wait in theirs."""
-        learn = self.learn
-        return something or (learn.loss_grad.requires_grad and bool(synced_norms(learn.model)))
+        return something or (self.waits and self.learn.loss_grad.requires_grad)
 
     def weight(self, total: float) -> float:
         """Return `GradientMean.weight` of this rank's batch. A host-device sync."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from learnerkit import distributed
 from learnerkit.gradient_mean import zero_loss
+from learnerkit.losses import weighting_of
 from learnerkit.marks import collective
 from learnerkit.parallel.sharded import Shards
 from learnerkit.shards import owners
@@ -226,7 +227,8 @@ class Sharded:
             # The reduction runs during the backward pass.
             work = dist.all_reduce(vector, group=distributed.group("gradients", vector.device.type), async_op=True)
         zeros: list[Any] = []
-        if not something and not self._looks and loss is not None and loss.requires_grad:
+        # From a loss that gathers, the other ranks would get gradients, too; there it stays the weighed one.
+        if not (something or self._looks or weighting_of(learn).gathers) and loss is not None and loss.requires_grad:
             # The batch is a stand-in sample, or one that this rank has left: its loss has the same graph as on the
             # other ranks.
             learn.loss_grad = loss

@@ -345,6 +345,19 @@ def test_logged_values_are_means_over_the_epoch():
         assert row[6] == pytest.approx(row[1])
 
 
+def test_logged_parts_of_a_loss_add_up_to_it():
+    def log(cb):
+        if cb.training:
+            cb.learn.log_metric("first", cb.loss / 4)
+            cb.learn.log_metric("second", cb.loss * 3 / 4)
+
+    for kwargs in ({}, {"loss_func": nn.MSELoss(), "loss_weight": lambda y: y.abs().sum()}):
+        learn = learner([], make_dls(7), [Callback(after_loss=log)], **kwargs)  # the last batch is smaller
+        learn.fit(2)
+        for row in learn.recorder.values:
+            assert row[2] + row[3] == pytest.approx(row[0], rel=1e-6)
+
+
 def test_a_logged_weight_is_what_it_was_then():
     seen = []
 

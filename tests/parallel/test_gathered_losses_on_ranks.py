@@ -1,0 +1,116 @@
+"""A loss that compares the samples of all ranks, which it gathers, trains as on one process."""
+
+import warnings
+
+import pytest
+import torch
+from memory_limits import far
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from learnerkit import Callback, DataLoaders, GradientAccumulation, Learner, distributed
+
+pytestmark = pytest.mark.ranks(2, slow=[3])
+
+RANK, RANKS = distributed.rank(), distributed.world_size()
+
+
+class Encoder(nn.Module):
+    """Two views and a temperature, which is a parameter that the loss uses behind the gathering."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.scale = nn.Linear(6, 4), nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, one, other):
+        return self.body(one), self.body(other), self.scale
+
+
+def contrastive(pred):
+    one, other, scale = pred
+    if torch.is_grad_enabled():
+        one, other = (torch.cat(distributed.all_gather(x)) for x in (one, other))
+    return alone((one, other, scale))
+
+
+def alone(pred):
+    one, other, scale = pred
+    scores = F.normalize(one, dim=1) @ F.normalize(other, dim=1).T * scale
+    return F.cross_entropy(scores, torch.arange(len(scores))) + 1e-3 * one.square().mean()
+
+
+def trained(n, loss, options=None, cbs=(), together=True):
+    """A learner that all ranks have trained, or each by itself, in batches of 12."""
+    torch.manual_seed(3)
+    one = torch.randn(n, 6).double()
+    data = TensorDataset(one, one + 0.5 * torch.randn(n, 6).double())
+    learn = Learner(
+        DataLoaders.from_datasets(data, bs=12, n_inp=2, device="cpu"), Encoder().double(), loss, lr=0.01, cbs=cbs
+    )
+    with learn.no_logging(), learn.no_bar(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".* processes each train a whole copy")
+        if together:
+            with learn.distrib_ctx(split_batches=True, **(options or {})):
+                learn.fit(3)
+        else:
+            learn.fit(3)
+    return learn
+
+
+@pytest.mark.parametrize("n", [36, 43, 37])  # of 37 samples the last batch has one, and a rank none
+@pytest.mark.parametrize("options", [{}, {"shard": True}], ids=["whole", "shards"])
+def test_a_loss_over_the_samples_of_all_ranks_trains_as_on_one_process(n, options):
+    learn = trained(n, contrastive, options)
+    expected = trained(n, alone, together=False)
+    assert far(expected, learn) < 1e-9
+    assert learn.recorder.values[-1][0] == pytest.approx(expected.recorder.values[-1][0], rel=1e-9)
+
+
+def test_steps_of_several_batches_gather_in_each():
+    def steps():
+        return [GradientAccumulation(n_batches=2)]
+
+    assert far(trained(37, alone, cbs=steps(), together=False), trained(37, contrastive, cbs=steps())) < 1e-9
+
+
+def test_a_gathered_tensor_gets_the_gradients_of_all_ranks():
+    mine = torch.arange(2.0 * (RANK + 1)).reshape(RANK + 1, 2).requires_grad_()  # rank 0 has one row, rank 1 two, ...
+    parts = distributed.all_gather(mine)
+    assert [len(part) for part in parts] == [*range(1, RANKS + 1)]
+    (torch.cat(parts).square().sum() * (RANK + 1)).backward()
+    assert torch.equal(mine.grad, 2 * mine.detach() * sum(range(1, RANKS + 1)))
+    number = torch.tensor(float(RANK), requires_grad=True)
+    numbers = distributed.all_gather(number)
+    assert [each.item() for each in numbers] == [*map(float, range(RANKS))]
+    torch.stack(numbers).sum().backward()
+    assert float(number.grad) == RANKS
+    with torch.no_grad():
+        assert not any(part.requires_grad for part in distributed.all_gather(number))
+
+
+class Logs(Callback):
+    """Logs the loss, and a number once in each epoch."""
+
+    def after_loss(self):
+        if self.learn.training:
+            self.learn.log_metric("same", self.loss)
+
+    def after_train(self):
+        self.learn.log_metric("once", float(RANK))
+
+
+def test_a_logged_part_of_the_loss_has_the_mean_that_the_loss_has():
+    learn = trained(37, alone, cbs=Logs)
+    for row in learn.recorder.values:
+        assert row[1] == pytest.approx(row[0], rel=1e-6)
+        assert row[2] == pytest.approx((RANKS - 1) / 2)
+
+
+def test_an_error_after_a_run_has_no_place_in_it():
+    from learnerkit.processes.heartbeat import Heartbeat
+
+    trained(36, alone)
+    heartbeat = Heartbeat.own()
+    assert heartbeat.read()["event"] == ""
+    heartbeat.close()
