@@ -564,8 +564,7 @@ class Learner(RunState):
             scheds: Any = {"lr": lr}
             cbs, lr = [ParamScheduler(scheds), *cbs], None
         budget = [] if n_steps is None else [StepBudget(n_steps)]
-        resumes, self._resumes = run_state.going_on(self._resumes), None
-        with self._running("fit", [*budget, *cbs, *resumes]):
+        with self._running("fit", [*budget, *cbs, *run_state.going_on(self._resumes)]):
             self._say_step()
             self._prepare_opt(lr, wd, reset_opt)
             with suppress(FitDone):
@@ -1374,7 +1373,8 @@ class Learner(RunState):
         """Add a value to a column of the table: its mean over the epoch and all ranks. Tensors stay on the device.
 
         In a batch a value has the weight of the batch's loss in `train_loss`, which is its number of samples, or of
-        what `loss_weight` counts. So parts of a loss add up to it, and several ranks give what one process gives.
+        what `loss_weight` counts. So parts of a loss that is a mean add up to it, and several ranks give what one
+        process gives.
 
         Args:
             name: the name of the column.

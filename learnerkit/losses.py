@@ -941,6 +941,11 @@ def no_loss(learn: "Learner") -> ValueError:
         only = "" if learn.training else ". If it makes one in training alone, name the targets, which metrics need: "
         only = only and f"{only}DataLoaders(target_keys=..., n_inp=...)"
         return ValueError(message + f"{only} (errors.html#loss-missing)")
+    if learn.yb:
+        return ValueError(
+            f"there is no loss: {loss_name(learn.loss_func)} returned None; its `return` may be missing"
+            " (errors.html#loss-missing)"
+        )
     return ValueError(
         f"there is no loss: the batch {describe(learn.batch)} has no targets{unknown_keys(learn.dls, learn.batch)}; "
         "let the dataset return (input, target), set DataLoaders(n_inp=..., target_keys=...), or set learn.yb in a "

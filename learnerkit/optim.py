@@ -887,6 +887,8 @@ def _is_number(x: Any) -> bool:
 
 def _is_kept(value: Any, expected: Any) -> bool:
     """Tell whether a value fits the state of a parameter where a fresh optimizer has `expected`; `None`: unknown."""
+    if isinstance(expected, list):  # the history of LBFGS, which grows
+        return isinstance(value, list)
     if not isinstance(expected, Tensor):
         return expected is None or _is_like(value, expected)
     if not isinstance(value, Tensor):  # steps and the like were numbers in earlier versions of torch

@@ -527,9 +527,8 @@ class Resumption:
         position = learn._position
         with fitting(self.name):
             put_model(learn, self.state, self.with_opt, self.name)
-            learn.train_iter = counters["train_iter"]
+            learn.train_iter, learn.epoch = counters["train_iter"], counters["epoch"]
             if place == FIT:
-                learn.epoch = counters["epoch"]
                 if data is not None and data["samplers"] is not None:
                     put_states(order_sources(learn.dls.train), data["samplers"])
                     ended = data, own
@@ -589,6 +588,7 @@ class _GoOn(Callback):
     def before_fit(self) -> None:
         if self.resumption is not None:
             self.resumption.begin(self.learn)
+            vars(self.learn)["_resumes"] = None  # only now: a fit that was refused before can be begun again
 
     def before_train(self) -> None:
         if self.resumption is not None:

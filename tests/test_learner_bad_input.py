@@ -232,6 +232,14 @@ def test_a_loss_must_be_a_scalar(made):
         make_learner(loss_func=made).fit(1)
 
 
+def test_a_loss_function_without_return_is_told_so():
+    def forgetful(pred, target):
+        F.mse_loss(pred, target)
+
+    with pytest.raises(ValueError, match="there is no loss: forgetful returned None; its `return` may be missing"):
+        make_learner(loss_func=forgetful).fit(1)
+
+
 def test_a_batch_without_targets_and_loss_is_refused():
     single = DataLoaders(DataLoader(make_data().tensors[0], 4), device="cpu")
     with pytest.raises(ValueError, match=r"there is no loss: the batch .* has no targets; let the dataset return"):

@@ -1,5 +1,6 @@
 """Closures: optimizers that evaluate the loss several times in a step, and backward passes in a `_step`."""
 
+import copy
 import inspect
 from functools import partial
 
@@ -83,6 +84,18 @@ def test_a_step_with_a_closure_is_that_of_a_plain_loop(opt_func, cls):
     close(weights(learn.model), weights(model))
     close(learn.recorder.step_losses, first)  # and so each batch has counted once
     close(learn.validate()[0], F.mse_loss(model(doubles(6, 1).tensors[0]), doubles(6, 1).tensors[1]).item())
+
+
+def test_the_history_of_lbfgs_is_loaded_into_one_that_has_stepped(tmp_path):
+    learn = learner(searching, path=tmp_path)
+    learn.fit(1)
+    learn.save("one")
+    saved = copy.deepcopy(learn.opt.state_dict()["state"])
+    learn.fit(2)
+    learn.load("one")
+    (found,), (expected,) = learn.opt.state_dict()["state"].values(), saved.values()
+    assert len(found["old_dirs"]) == len(expected["old_dirs"])
+    close(found["old_dirs"], expected["old_dirs"])
 
 
 def test_the_first_evaluation_is_the_loops_own():

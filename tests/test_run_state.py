@@ -99,6 +99,19 @@ def test_a_fit_goes_on_from_a_state_that_was_taken_in_another(event):
         assert getattr(again.counting, name) == getattr(first.counting, name)
 
 
+def test_a_fit_that_is_refused_does_not_lose_the_state():
+    taking = Taking("after_batch", 8)
+    first = make(cbs=[taking])
+    first.fit(3, 0.1)
+    again = make(seed=1)
+    again.load_state_dict(taking.state)
+    with raises(ValueError, "acuracy"):
+        again.fit(3, 0.1, cbs=EarlyStoppingCallback(monitor="acuracy"))
+    again.fit(3, 0.1)
+    assert same_weights(first.model, again.model)
+    assert again.recorder.losses == first.recorder.losses
+
+
 def test_what_is_loaded_between_fits_is_there_at_once():
     first = make()
     first.fit(1, 0.1)

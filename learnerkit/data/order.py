@@ -74,6 +74,11 @@ def order_sources(dl: Any) -> list[Any]:
     return list({id(x): x for x in sources}.values())
 
 
+def generators_of(dl: Any) -> list[Any]:
+    """Return the random generators among the `order_sources`."""
+    return [x for x in order_sources(dl) if isinstance(x, GENERATORS)]
+
+
 def states_of(sources: Sequence[Any]) -> list[Any]:
     """Return the states of `order_sources`, for `put_states`."""
     return [generator_state(x) if isinstance(x, GENERATORS) else deepcopy(x.state_dict()) for x in sources]
@@ -134,7 +139,7 @@ def keep_seeds(dl: Any = None, device: torch.device = HOST) -> Iterator[None]:
         device: if it is not the host, restore the generators of this type of device too.
     """
     states = seeds.seed_states()
-    generators = [x for x in order_sources(dl) if isinstance(x, GENERATORS)]
+    generators = generators_of(dl)
     own_states = states_of(generators)
     try:
         with seeds.device_streams_kept(device):

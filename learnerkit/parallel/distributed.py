@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset
 from learnerkit import distributed, optim
 from learnerkit.callback import Callback, Dispatch, is_ours
 from learnerkit.data.batches import loader_len, on_host
-from learnerkit.data.order import states_at_start
+from learnerkit.data.order import generators_of, put_states, states_at_start, states_of
 from learnerkit.large.mapped import check_values
 from learnerkit.large.units import units
 from learnerkit.marks import collective
@@ -307,6 +307,9 @@ class DistributedCallback(Callback):
         """
         learn, dl = self.learn, self.learn.dl
         training = step is not None
+        if generators := generators_of(dl):
+            # Those of the user may be seeded differently on each rank, and all must draw the same order.
+            put_states(generators, distributed.broadcast(states_of(generators)))
         dataset, key = getattr(dl, "dataset", None), (id(dl), training)
         iterable = isinstance(dataset, IterableDataset)
         position = learn._position if training else None

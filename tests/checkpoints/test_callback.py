@@ -640,6 +640,36 @@ def test_a_used_directory_is_refused_unless_it_is_to_be_resumed(tmp_path):
                 learn.fit(1)
 
 
+def test_a_run_whose_first_fit_has_no_epoch_is_resumed(tmp_path):
+    def splitter(model):
+        return [list(part.parameters()) for part in model if list(part.parameters())]
+
+    def run():
+        learn = make_learner(splitter=splitter, cbs=CheckpointCallback(tmp_path, resume=True))
+        with learn.no_logging():
+            learn.fine_tune(1, freeze_epochs=0)
+        return learn
+
+    first, again = run(), run()
+    assert different(weights(first.model), weights(again.model)) == []
+    assert (again.n_fits, again.epoch) == (first.n_fits, first.epoch)
+
+
+def test_the_epoch_is_the_last_one_after_a_resume_from_its_end(tmp_path):
+    seen = []
+
+    def note(cb):
+        seen.append(cb.learn.epoch)
+        if len(seen) == 1:
+            raise KeyError
+
+    for _ in range(2):
+        learn = make_learner(cbs=[CheckpointCallback(tmp_path, resume=True), Callback(after_fit=note, order=-50)])
+        with learn.no_logging(), suppress(KeyError):
+            learn.fit(3)
+    assert seen == [2, 2]
+
+
 def test_a_second_learner_does_not_silently_take_the_weights_of_the_first(tmp_path, capsys):
     callback = CheckpointCallback(tmp_path)
     first, second, third = make_learner(), make_learner(), make_learner()

@@ -157,6 +157,17 @@ def test_ranks_together_see_the_steps_and_the_evaluation_of_one_process(case):
     assert evaluated == expected, f"evaluation on ranks {evaluated}, on one process {expected}"
 
 
+@pytest.mark.parametrize("of_loader", [True, False])
+def test_generators_that_differ_between_ranks_draw_the_order_of_rank_0s(of_loader):
+    generator = torch.Generator().manual_seed(distributed.rank())
+    if of_loader:
+        make = loaders(batch_size=5, shuffle=True, generator=generator)
+    else:
+        make = loaders(batch_size=5, sampler=RandomSampler(DATA, generator=generator))
+    mine = [i for step in fit(make, distributed={}).steps for i in joined(step)]
+    assert sorted(joined(distributed.all_gather(mine))) == sorted([*range(50)] * EPOCHS)
+
+
 @pytest.mark.parametrize("sampler", [RandomSampler(VALID), Buckets(17, lent=False)])
 def test_an_evaluation_by_itself_reads_in_the_order_of_one_process(sampler):
     """Not in a fit, whose seeds all ranks share."""
