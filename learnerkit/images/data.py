@@ -429,7 +429,7 @@ def _pictures_in(folder: Path) -> list[str]:
         os.path.join(place, name)
         for place, _, names in os.walk(folder, followlinks=True)
         for name in names
-        if name.lower().endswith(SUFFIXES) and not name.startswith(".")
+        if name.lower().endswith(SUFFIXES) and f"{os.sep}." not in os.path.join(place, name)[len(str(folder)) :]
     ]
     if not paths:
         raise FileNotFoundError(f"there are no pictures in {folder}; their names end in {', '.join(SUFFIXES)}")

@@ -162,7 +162,11 @@ class ClassificationInterpretation:
         precision, recall = hits / said.clamp(min=1), hits / support.clamp(min=1)
         scores = torch.stack([precision, recall, 2 * hits / (support + said).clamp(min=1)], dim=1)
         total, shares = int(support.sum()), support / support.sum().clamp(min=1)
-        means = [("mean of the classes", scores.mean(0), total), ("mean of the samples", shares @ scores, total)]
+        occurs = support + said > 0  # as in scikit-learn, a class that no sample has and none is taken for is left out
+        means = [
+            ("mean of the classes", scores[occurs].mean(0), total),
+            ("mean of the samples", shares @ scores, total),
+        ]
         rows = [*zip(self.classes, scores, support.long().tolist(), strict=True), *means]
         return Table(
             ["class", "precision", "recall", "f1", "samples"],

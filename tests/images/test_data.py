@@ -57,6 +57,15 @@ def test_a_share_of_each_class_is_held_out(folder):
     assert (len(whole.train_ds), whole.valid_ds) == (30, None)
 
 
+def test_hidden_folders_and_files_are_left_out(folder):
+    for place in (folder / ".thumbnails", next(p for p in folder.iterdir() if p.is_dir()) / ".ipynb_checkpoints"):
+        place.mkdir()
+        write(place / "0.png", 0)
+    data = ImageData.from_folder(folder, size=8)
+    assert not any(name.startswith(".") for name in data.classes)
+    assert not any("/." in str(path) for ds in (data.train_ds, data.valid_ds) for path in names(ds))
+
+
 def test_columns_of_a_frame_are_taken_by_their_places(folder):
     pandas = pytest.importorskip("pandas")
     paths = sorted(map(str, folder.glob("dark/[0-9]*.png")))[::-1]

@@ -60,6 +60,17 @@ def test_the_report_is_precision_recall_and_f1(capsys):
     assert "mean of the classes" in capsys.readouterr().out
 
 
+def test_the_mean_of_the_classes_leaves_out_those_that_do_not_occur():
+    learn, x, y = learner(classes=NAMES)
+    learn.dls.valid.dataset.tensors = (x[:, :2].clone().repeat(1, 2)[:, :3], (y > 0).long())
+    with torch.no_grad():
+        learn.model.bias[2] = -100.0  # the last class is never predicted, and no sample has it
+    rows = Interpretation.from_learner(learn).classification_report().rows
+    assert rows[2][-1] == 0
+    recalls = [float(row[2]) for row in rows[:2]]
+    assert float(rows[3][2]) == pytest.approx(sum(recalls) / 2, abs=0.011)
+
+
 def test_top_losses_are_shown_with_their_inputs(plt):
     learn, x, y = learner(classes=NAMES)
     found = Interpretation.from_learner(learn)
