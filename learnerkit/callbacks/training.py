@@ -4,6 +4,7 @@ import sys
 from collections.abc import Set
 from typing import Any
 
+import torch
 from torch import nn
 
 from learnerkit import distributed
@@ -195,8 +196,11 @@ class MCDropout(Callback):
     def __init__(self) -> None:
         super().__init__()
         self._left_on: list[nn.Module] = []
+        self._fast = True
 
     def before_validate(self) -> None:
+        self._fast = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)  # the fast path of a transformer's layer leaves out its dropout
         modules = [m for m in self.learn.model.modules() if isinstance(m, Dropout)]
         if not modules:
             raise ValueError(
@@ -208,6 +212,7 @@ class MCDropout(Callback):
             module.train()
 
     def cleanup_validate(self) -> None:
+        torch.backends.mha.set_fastpath_enabled(self._fast)
         for module in self._left_on:
             module.eval()
 

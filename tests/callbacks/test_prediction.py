@@ -696,6 +696,16 @@ def test_passes_with_dropout_differ_and_leave_the_modes_alone():
     assert all(training == mode for training, mode in modes)
 
 
+def test_dropout_in_a_transformer_is_left_on_too():
+    model = nn.Sequential(nn.TransformerEncoderLayer(4, 2, 8, 0.5, batch_first=True), nn.Linear(4, 1))
+    inputs = TensorDataset(torch.randn(6, 3, 4), torch.zeros(6, 3, 1))
+    learn = make_learner(DataLoaders(DataLoader(inputs, 6), DataLoader(inputs, 6), device="cpu"), model)
+    first, second = (learn.get_preds(cbs=MCDropout())[0] for _ in range(2))
+    assert not torch.equal(first, second)
+    assert torch.backends.mha.get_fastpath_enabled()
+    assert torch.equal(*(learn.get_preds()[0] for _ in range(2)))
+
+
 def test_a_model_without_dropout_is_refused():
     learn = make_learner(model=nn.Linear(4, 1))
     with pytest.raises(ValueError, match="MCDropout found no module of dropout in Linear"):
