@@ -196,7 +196,7 @@ class MCDropout(Callback):
     def __init__(self) -> None:
         super().__init__()
         self._left_on: list[nn.Module] = []
-        self._fast = True
+        self._fast = torch.backends.mha.get_fastpath_enabled()
 
     def before_validate(self) -> None:
         self._fast = torch.backends.mha.get_fastpath_enabled()

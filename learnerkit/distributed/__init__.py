@@ -57,9 +57,8 @@ from learnerkit.distributed.seeds import set_seed
 
 __all__ = [
     "GATHERED", "MISMATCH", "PeerError", "SAME_CALLS", "all_gather", "alone", "around_collectives", "await_all",
-    "barrier",
-    "before_collective", "broadcast", "broadcast_into", "compare_calls_of_users", "count_call", "default_device",
-    "follow_rank0", "gather_pieces", "give_values", "group", "grouped_collectives", "hear",
+    "barrier", "before_collective", "broadcast", "broadcast_into", "compare_calls_of_users", "count_call",
+    "default_device", "follow_rank0", "gather_pieces", "give_values", "group", "grouped_collectives", "hear",
     "is_joined", "is_main", "join", "local_rank", "mean_into", "meet", "no_collectives", "not_together",
     "noticing_standstills", "on_rank0", "place", "rank", "rank0_first", "reduce", "same_everywhere", "set_seed",
     "spread_seeds", "store", "store_port", "tell", "warn_once", "world_size",

@@ -425,11 +425,12 @@ def _pictures_in(folder: Path) -> list[str]:
     if not folder.is_dir():
         beside = sorted(p.name for p in folder.parent.iterdir() if p.is_dir()) if folder.parent.is_dir() else []
         raise FileNotFoundError(f"there is no folder {folder}; beside it there are: {first_few(beside) or 'none'}")
+    root = len(str(folder))
     paths = [
-        os.path.join(place, name)
+        path
         for place, _, names in os.walk(folder, followlinks=True)
-        for name in names
-        if name.lower().endswith(SUFFIXES) and f"{os.sep}." not in os.path.join(place, name)[len(str(folder)) :]
+        for path in (os.path.join(place, name) for name in names)
+        if path.lower().endswith(SUFFIXES) and f"{os.sep}." not in path[root:]  # hidden files and folders
     ]
     if not paths:
         raise FileNotFoundError(f"there are no pictures in {folder}; their names end in {', '.join(SUFFIXES)}")

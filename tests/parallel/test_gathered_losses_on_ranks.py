@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from learnerkit import Callback, DataLoaders, GradientAccumulation, Learner, distributed
+from learnerkit.processes.heartbeat import Heartbeat
 
 pytestmark = pytest.mark.ranks(2, slow=[3])
 
@@ -108,8 +109,6 @@ def test_a_logged_part_of_the_loss_has_the_mean_that_the_loss_has():
 
 
 def test_an_error_after_a_run_has_no_place_in_it():
-    from learnerkit.processes.heartbeat import Heartbeat
-
     trained(36, alone)
     heartbeat = Heartbeat.own()
     assert heartbeat.read()["event"] == ""
