@@ -655,7 +655,7 @@ def take_loss(learn: "Learner") -> None:
         return
     if not isinstance(learn.loss_grad, Tensor) or learn.loss_grad.ndim:
         raise no_scalar(learn.loss_grad)
-    if learn.training and learn.n_ranks > 1 and learn.iter == learn.first_iter:
+    if learn.training and learn.iter == learn.first_iter and learn.n_ranks > 1:
         weighting.gathers = any(node.name() == distributed.GATHERED for node in nodes_of([learn.loss_grad]))
     table = learn._dispatch.table
     learn.loss_count = count = batch_count(learn)
