@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from learnerkit import distributed
-from learnerkit.callback import Callback, check_hooks
+from learnerkit.callback import Callback, check_hooks, is_ours
 from learnerkit.data.batches import loader_len
 from learnerkit.data.loaders import DataLoaders
 from learnerkit.data.order import why_empty
@@ -137,7 +137,7 @@ def check_loss(learn: "Learner") -> None:
 
 
 def check_callback(learn: "Learner", cb: Any) -> None:
-    """Refuse an object that is not a callback, or cannot be added to this learner."""
+    """Refuse an object that is not a callback, or cannot be added to this learner, or not in the middle of a fit."""
     if not isinstance(cb, Callback):
         library = library_of(cb)
         raise TypeError(
@@ -148,6 +148,12 @@ def check_callback(learn: "Learner", cb: Any) -> None:
     if cb in learn.cbs:
         raise ValueError(f"{cb} was added to this learner already; make another one, or remove it with remove_cb")
     check_free(learn, cb)
+    hook = getattr(type(cb), "before_fit", None)
+    if learn.task == "fit" and cb.learn is None and hook is not None and is_ours(hook):
+        raise RuntimeError(
+            f"{cb} was added in the middle of a fit, and it prepares in before_fit, which is over: give it to the "
+            "Learner, or to fit(cbs=...)"
+        )
     if not isinstance(getattr(type(learn), cb.name, learn.__dict__.get(cb.name, cb)), Callback):
         raise ValueError(f"{cb} would hide learn.{cb.name}: give its class another name, or a `name` of its own")
 

@@ -1272,6 +1272,7 @@ class Learner(RunState):
         Raises:
             TypeError: it is not a callback, or has a misspelled hook.
             ValueError: another learner's run is using the callback, or its name would hide an attribute of the learner.
+            RuntimeError: it is a callback of this library that prepares in before_fit, and a fit is under way.
         """
         cb = cb() if isinstance(cb, type) and issubclass(cb, Callback) else cb
         arguments.check_callback(self, cb)

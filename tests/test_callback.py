@@ -9,7 +9,16 @@ from fastcore.foundation import L
 from helpers import EPOCH, FIT, TRAIN_BATCH, make_dls, make_learner, notes, raising, spy, weights, words
 from torch import nn
 
-from learnerkit import Callback, CancelFitException, EarlyStoppingCallback, ProgressCallback, Recorder
+from learnerkit import (
+    EMA,
+    Callback,
+    CancelFitException,
+    CheckpointCallback,
+    EarlyStoppingCallback,
+    ProgressCallback,
+    Recorder,
+)
+from learnerkit.callbacks.schedule import ParamScheduler, SchedCos
 from learnerkit.callbacks.training import TrainEvalCallback
 from learnerkit.events import INNER_EVENTS, Event
 
@@ -562,6 +571,26 @@ def test_a_callback_added_in_mid_fit_hears_what_follows():
     ]
     assert "cleanup_fit" not in log
     assert late in learn.cbs
+
+
+@pytest.mark.parametrize("cb", [EMA(), ParamScheduler({"lr": SchedCos(0.1, 0.0)}), CheckpointCallback("run", every=2)])
+def test_a_callback_that_prepares_in_before_fit_is_refused_in_mid_fit(cb):
+    learn = make_learner(cbs=Callback(after_batch=lambda own: own.learn.add_cb(cb)))
+    with pytest.raises(RuntimeError, match=f"^{cb} was added in the middle of a fit, and it prepares in before_fit"):
+        learn.fit(1)
+    assert cb not in learn.cbs
+
+
+def test_a_callback_removed_in_mid_fit_comes_back():
+    ema = EMA()
+
+    def leave_for_a_while(own):
+        with own.learn.removed_cbs(ema):
+            assert ema not in own.learn.cbs
+
+    learn = make_learner(cbs=[ema, Callback(before_validate=leave_for_a_while)])
+    learn.fit(1)
+    assert ema in learn.cbs
 
 
 def test_a_callback_removed_in_mid_fit_still_cleans_up_what_it_entered():

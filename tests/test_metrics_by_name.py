@@ -96,6 +96,15 @@ def test_r2_of_numbers_of_two_shapes():
     assert found[0][0] == pytest.approx(1 - float(((preds - y[:, 0]) ** 2).sum() / ((y - y.mean()) ** 2).sum()))
 
 
+def test_r2_of_several_outputs_is_the_mean_of_theirs():
+    x, y = make_data(19).tensors
+    learn = make_learner(one_loader(TensorDataset(x, torch.cat([y, 5 + 100 * y.square()], 1)), None), metrics="r2")
+    learn.model, learn.loss_func = nn.Linear(x.shape[1], 2), nn.MSELoss()
+    preds, targets = learn.get_preds()
+    shares = 1 - (preds - targets).square().sum(0) / (targets - targets.mean(0)).square().sum(0)
+    assert learn.validate()[1] == pytest.approx(float(shares.mean()), rel=1e-4)
+
+
 def test_names_stand_beside_functions_and_are_the_columns():
     learn = several_classes()
     learn.metrics = ["f1", accuracy, "error_rate"]

@@ -290,9 +290,9 @@ class ImageData:
                 with other values, or transforms of `torchvision.transforms.v2`; `True`: `ImageAugmentation()`. Where
                 the targets are masks, points or boxes, it is f(pictures, targets) and returns both, as `transform`,
                 with a batch of each: a `Mask` (n, height, width), `KeyPoints` (n, k, 2), or a list of dicts.
-            transform: a transform of `torchvision.transforms.v2` for each picture in training, in the workers; or a
-                function f(picture, target) that returns both. It gets the resized picture (channels, height, width),
-                uint8, and its target as `tv_tensors`: `Image`, and `Mask`, `KeyPoints` or `BoundingBoxes`, so that a
+            transform: a transform of `torchvision.transforms.v2` for each picture of the training set, in the workers;
+                or a function f(picture, target) that returns both. It gets the resized picture (channels, height,
+                width), uint8, and its target as `tv_tensors`: `Image`, and `Mask`, `KeyPoints` or `BoundingBoxes`, so that a
                 target follows its picture. Pictures that it returns have one size.
             num_workers: processes that read; by default the cores of the machine over its ranks, up to 8, for files,
                 and none for pictures in memory.

@@ -55,20 +55,28 @@ class TargetReader:
         if self.kind == "boxes":
             if not isinstance(y, Mapping) or set(y) != {"boxes", "labels"}:
                 raise ValueError(f"got {describe(y)}; the boxes of a picture are a dict with 'boxes' and 'labels'")
-            boxes, labels = self._floats(y["boxes"]).reshape(-1, 4), self.numbers(y["labels"])
+            boxes, labels = self._floats(y["boxes"], 4), self.numbers(y["labels"])
             if len(boxes) != len(labels):
                 raise ValueError(f"got {len(boxes)} boxes and {len(labels)} labels; each box has one")
+            if turned := boxes[(boxes[:, 2:] < boxes[:, :2]).any(1)].tolist():
+                raise ValueError(
+                    f"got the box {turned[0]}, which ends before it begins; a box is its left, top, right and bottom in"
+                    " pixels, not its width and height"
+                )
             return {"boxes": boxes, "labels": labels}
-        return self._floats(y).reshape((-1, 2) if self.kind == "points" else -1)
+        return self._floats(y, 2) if self.kind == "points" else self._floats(y).flatten()
 
-    def _floats(self, y: Any) -> Tensor:
+    def _floats(self, y: Any, width: int = 0) -> Tensor:
+        "Convert numbers to a tensor, of shape (n, width) if there is a width."
         try:
             numbers = torch.as_tensor(y, dtype=torch.float32)
         except (TypeError, ValueError, RuntimeError):
             numbers = torch.tensor(torch.nan)
         if not numbers.isfinite().all():
             raise ValueError(f"got the target {y!r}; targets={self.kind!r} are finite numbers")
-        return numbers
+        if width and (numbers.numel() % width or (numbers.numel() and numbers.ndim > 1 and numbers.shape[-1] != width)):
+            raise ValueError(f"got the target {y!r}; targets={self.kind!r} are {width} numbers each")
+        return numbers.reshape(-1, width) if width else numbers
 
     def _several(self, names: Any) -> Tensor:
         y = torch.zeros(len(self._numbers))

@@ -13,6 +13,7 @@ from learnerkit.callbacks.prediction import decoder, per_sample
 from learnerkit.data.batches import loader_len, with_rows
 from learnerkit.data.order import first_batch, in_order, keep_seeds
 from learnerkit.data.show import DRAWN, WRONG, Table, label, note, nth, pyplot, samples_of, show
+from learnerkit.losses import loss_option
 from learnerkit.marks import collective
 from learnerkit.utils import itself
 from learnerkit.values import describe
@@ -95,13 +96,14 @@ class ClassificationInterpretation:
                 "BCEWithLogitsLoss. Of other outputs a loss with a method `decode(pred)` makes classes"
                 " (errors.html#decode)"
             )
+        actual = actual.masked_fill(actual == loss_option(learn.loss_func, "ignore_index", -100), -1)
         dl = in_order(learn.dls[ds_idx], str(ds_idx)) if dl is None else dl
         return cls(learn.dls, dl, preds, actual, found, losses[0] if losses else None)
 
     def confusion_matrix(self) -> Tensor:
         """Count the samples of each actual class (row) that were predicted as each class (column).
 
-        Samples with a negative target, which torch's losses ignore, do not count.
+        Samples that the loss ignores (`ignore_index`), and those with a negative target, do not count.
         """
         n, counted = len(self.classes), self.targets >= 0
         pairs = self.targets[counted] * n + self.decoded[counted]

@@ -90,6 +90,7 @@ class OfTorchmetrics:
         made = self._rule(pred.detach())
         if self._task == "Multiclass":
             return made, (target.reshape(len(pred), *pred.shape[2:]),)
-        if self._task == "":
-            return made.flatten(), (target.flatten(),)
+        if self._task == "":  # the columns of a table are several outputs, each with its own mean
+            n_outputs = made.shape[1] if made.ndim == 2 else 1
+            return made.reshape(-1, n_outputs), (target.reshape(-1, n_outputs),)
         return made, ((target > 0.5).long().reshape(pred.shape),)

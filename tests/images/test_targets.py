@@ -148,6 +148,21 @@ def test_boxes_are_cut_at_the_borders_and_left_out_beyond():
     assert empty.train_ds[0][1]["boxes"].shape == (0, 4)
 
 
+@pytest.mark.parametrize(
+    ("targets", "label", "words"),
+    [
+        ("boxes", [[5, 5, 3, 9]], r"the box \[5.0, 5.0, 3.0, 9.0\], which ends before it begins"),
+        ("boxes", [[5, 5, 9]], "targets='boxes' are 4 numbers each"),
+        ("boxes", [[0, 0, 9], [0, 0, 9], [1, 1, 2], [1, 1, 2]], "targets='boxes' are 4 numbers each"),
+        ("points", [1, 2, 3], "targets='points' are 2 numbers each"),
+    ],
+)
+def test_places_that_are_none_are_refused(targets, label, words):
+    y = {"boxes": label, "labels": [1] * len(label)} if targets == "boxes" else label
+    with pytest.raises(ValueError, match=words):
+        ImageData([(np.zeros((40, 40), np.uint8), y)], targets=targets, size=40).train_ds[0]
+
+
 @pytest.mark.parametrize("targets", COLUMNS)
 def test_a_transform_gets_a_picture_with_its_target(table, targets):
     data = data_of(table, targets)

@@ -43,6 +43,18 @@ def test_the_confusion_matrix_counts(plt):
     assert shares == pytest.approx((expected / expected.sum(1, keepdim=True))[expected > 0].tolist(), abs=0.0051)
 
 
+def test_what_the_loss_ignores_does_not_count():
+    plain, _, y = learner(classes=NAMES)
+    counts = Interpretation.from_learner(plain).confusion_matrix()
+    for ignored in (2, 255):
+        learn, _, _ = learner(classes=NAMES, loss=nn.CrossEntropyLoss(ignore_index=ignored))
+        dataset = learn.dls.valid.dataset
+        dataset.tensors = (dataset.tensors[0], y.masked_fill(y == 2, ignored))
+        found = Interpretation.from_learner(learn)
+        assert found.classes == NAMES
+        assert torch.equal(found.confusion_matrix(), counts * torch.tensor([[1], [1], [0]]))
+
+
 def test_the_report_is_precision_recall_and_f1(capsys):
     learn, x, y = learner(classes=NAMES)
     found = Interpretation.from_learner(learn)
