@@ -149,7 +149,7 @@ def check_callback(learn: "Learner", cb: Any) -> None:
         raise ValueError(f"{cb} was added to this learner already; make another one, or remove it with remove_cb")
     check_free(learn, cb)
     hook = getattr(type(cb), "before_fit", None)
-    if learn.task == "fit" and cb.learn is None and hook is not None and is_ours(hook):
+    if learn.task == "fit" and cb.learn is None and hook and is_ours(hook):
         raise RuntimeError(
             f"{cb} was added in the middle of a fit, and it prepares in before_fit, which is over: give it to the "
             "Learner, or to fit(cbs=...)"

@@ -321,7 +321,8 @@ class Dispatch:
                 heard = [cb for cb, _ in table[entering]]
                 table[entering] = [
                     (cb, partial(self._enter, cb, level) if cb in owing else self._hook(cb, entering))
-                    for cb in sorted({*heard, *owing}, key=lambda cb: (cb.order, self.cbs.index(cb)))
+                    for cb in sorted(self.cbs, key=lambda cb: cb.order)
+                    if cb in heard or cb in owing
                 ]
             table[level] = owing
         self._tables[self.training] = table

@@ -1,5 +1,6 @@
 """Callbacks: their hooks, their attributes, their order, and how they come and go."""
 
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -571,6 +572,20 @@ def test_a_callback_added_in_mid_fit_hears_what_follows():
     ]
     assert "cleanup_fit" not in log
     assert late in learn.cbs
+
+
+def test_a_dataclass_may_have_cleanups():
+    log = []
+
+    @dataclass
+    class Counts(Callback):
+        every: int = 2
+
+        def cleanup_fit(self):
+            log.append(self.every)
+
+    make_learner(cbs=[Counts(), Callback(before_fit=lambda cb: log.append("fit"), order=1)]).fit(1)
+    assert log == ["fit", 2]
 
 
 @pytest.mark.parametrize("cb", [EMA(), ParamScheduler({"lr": SchedCos(0.1, 0.0)}), CheckpointCallback("run", every=2)])

@@ -273,6 +273,8 @@ def test_meters_have_the_names_of_their_metrics():
         make_meters([accuracy, accuracy])
     with pytest.raises(TypeError, match="got the metric 3"):
         make_meters(3)
+    with pytest.raises(TypeError, match="got the class Linear as a metric; pass an object of it: Linear"):
+        make_meters(nn.Linear)
 
 
 @pytest.mark.parametrize("value", [torch.tensor(0.5), 0.5, 1, np.float64(0.5), torch.tensor([0.5])])

@@ -293,7 +293,14 @@ def labelled(decoded: Any, classes: Any) -> Any:
         if decoded.shape == (len(classes),):
             return [name for name, is_there in zip(classes, decoded, strict=True) if is_there]
         return classes[int(decoded)] if decoded.numel() == 1 and len(classes) == 2 else decoded
-    return decoded if decoded.ndim else classes[int(decoded)]
+    if decoded.ndim:
+        return decoded
+    if int(decoded) >= len(classes):
+        raise ValueError(
+            f"the model predicts class {int(decoded)}, and there are {len(classes)} names: give "
+            "DataLoaders(classes=[...]) one for each of its outputs"
+        )
+    return classes[int(decoded)]
 
 
 def averaged(plain: Tensor, augmented: list[Tensor], beta: float | None, use_max: bool) -> Any:

@@ -192,6 +192,7 @@ def read(file: Path, device: torch.device) -> tuple[Program, str | None]:
     """
     from torch.export.passes import move_to_device_pass
 
+    torch.empty(0, device=device)  # torch says so if there is no such device
     try:
         content = BytesIO(file.read_bytes())  # The content that is checked is read, whatever happens to the file.
         with warnings.catch_warnings(action="ignore"):

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
 from itertools import chain
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -222,6 +223,8 @@ class ImageData:
         parts = [(items, labels)]
         if valid is not None:
             by_class = reading.get("targets", "class") == "class"
+            if by_class:
+                _check_names(labels)
             out = held_out(valid, labels if by_class else [0] * len(labels), seed)
             rows = [[i for i, is_out in enumerate(out) if is_out == is_valid] for is_valid in (False, True)]
             parts = [([items[i] for i in part], [labels[i] for i in part]) for part in rows]
@@ -243,12 +246,10 @@ class ImageData:
         names = None if classes is None else list(classes)
         if targets in ("class", "classes"):
             known = set(parts[0][1] if targets == "class" else chain.from_iterable(parts[0][1]))
+            _check_names(known)
             names = sorted(known) if names is None else names
-            if len(names) < 2 or isinstance(names[0], float):
-                raise ValueError(
-                    f"the classes to train on are: {first_few(names) or 'none'}; there have to be two, and labels are "
-                    "text or whole numbers"
-                )
+            if len(names) < 2:
+                raise ValueError(f"the classes to train on are: {first_few(names) or 'none'}; there have to be two")
         reader = TargetReader(targets, None if names is None else list(map(str, names)))
         if targets == "class":
             unknown = {str(name) for _, labels in parts for name in labels} - {*(reader.classes or ())}
@@ -292,8 +293,8 @@ class ImageData:
                 with a batch of each: a `Mask` (n, height, width), `KeyPoints` (n, k, 2), or a list of dicts.
             transform: a transform of `torchvision.transforms.v2` for each picture of the training set, in the workers;
                 or a function f(picture, target) that returns both. It gets the resized picture (channels, height,
-                width), uint8, and its target as `tv_tensors`: `Image`, and `Mask`, `KeyPoints` or `BoundingBoxes`, so that a
-                target follows its picture. Pictures that it returns have one size.
+                width), uint8, and its target as `tv_tensors`: `Image`, and `Mask`, `KeyPoints` or `BoundingBoxes`, so
+                that a target follows its picture. Pictures that it returns have one size.
             num_workers: processes that read; by default the cores of the machine over its ranks, up to 8, for files,
                 and none for pictures in memory.
             kwargs: those of `DataLoaders.from_datasets`.
@@ -393,6 +394,11 @@ class ImageDataLoaders(DataLoaders):
                 return super().show_batch(n, ds_idx)
         finally:
             self._shows_augmented = False
+
+
+def _check_names(labels: Iterable) -> None:
+    if wrong := {str(label) for label in labels if not isinstance(label, str | Integral)}:
+        raise ValueError(f"got the labels {first_few(sorted(wrong))}; labels are text or whole numbers")
 
 
 def _in_lists(samples: list[tuple[Any, ...]]) -> tuple:

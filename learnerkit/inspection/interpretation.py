@@ -250,6 +250,7 @@ def _notes(targets: Iterable[Any], found: Iterable[Any], classes: Any) -> dict[s
 @collective
 def show_results(learn: "Learner", n: int, ds_idx: int) -> Any:
     """Do what `Learner.show_results` says."""
+    arguments.check_count("n", n, "a number of samples")
     dls, loader = learn.dls, learn.dls[ds_idx]
     if isinstance(loader, DataLoader) and loader.batch_sampler is not None:
         items = _some(loader, n)

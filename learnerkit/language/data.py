@@ -241,7 +241,7 @@ class TextData:
         self, ds: Any, tokens: int, seq_len: int, training: bool, weights: Any, **kwargs: Any
     ) -> DataLoader[Any]:  # fmt: skip
         if isinstance(ds, Tensor):
-            kwargs = {"batch_size": max(1, tokens // seq_len), "shuffle": training} | kwargs
+            kwargs = {"batch_size": max(1, tokens // max(1, seq_len)), "shuffle": training} | kwargs
             dataset: Dataset[Any] = TokenBlocks(ds, seq_len)
         else:
             drawn = None if weights is None else sample_weights(weights, ds, self.classes)

@@ -251,6 +251,8 @@ def parse(argv: Sequence[str] | None, prog: str = "learnerkit.launch") -> Plan |
         if unused := [name for name in ("job_file", *jobs.USES) if getattr(options, name) is not None]:
             name = "module or --setup" if unused[0] == "setup" else unused[0].replace("_", "-")
             raise ValueError(f"--{name} goes with --write-job, which writes a job file")
+        if options.log_dir:
+            make_folder("--log-dir", options.log_dir)
         nodes, place = choose_nodes(options, os.environ)
         nproc, gpus = choose_processes(options.nproc, options.gpus, os.environ, place)
         port = 0 if nodes else free_port(options.master_port or 0)
@@ -273,6 +275,14 @@ def parse(argv: Sequence[str] | None, prog: str = "learnerkit.launch") -> Plan |
 def protect_sbatch_values(words: list[str]) -> list[str]:
     """Put a space before what follows --sbatch, so that argparse does not take it for one of its options."""
     return [f" {word}" if before == "--sbatch" else word for before, word in zip(["", *words], words, strict=False)]
+
+
+def make_folder(option: str, folder: Path) -> None:
+    """Make a folder, if it is not there; refuse one that cannot be made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{option} {folder}: {error.strerror}; name a folder that can be made") from error
 
 
 def check_numbers(options: argparse.Namespace) -> None:

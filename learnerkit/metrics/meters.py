@@ -78,6 +78,8 @@ def _make_meter(metric: Any, name: str | None, loss_func: Any, classes: Any, tar
         metric = metric()
     if isinstance(metric, Metric):
         metric.use_loss(loss_func)
+    if isinstance(metric, type):
+        raise TypeError(f"got the class {metric.__name__} as a metric; pass an object of it: {metric.__name__}(...)")
     if why := libraries.refusal(metric):
         raise TypeError(f"got the metric {name or metric_name(metric)!r}: torchmetrics' {why}")
     if libraries.is_torchmetrics(metric) or (isinstance(metric, Metric) and metric.__dict__.get("_states")):

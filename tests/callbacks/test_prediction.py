@@ -650,6 +650,15 @@ def test_one_score_for_each_sample_has_the_probability_of_yes():
     torch.testing.assert_close(found.probs, found.pred.sigmoid())
 
 
+def test_a_class_without_a_name_is_an_error():
+    learn = classifier()
+    learn.dls.classes = ["a"]
+    with torch.no_grad():
+        list(learn.model.parameters())[-1][:] = torch.tensor([0.0, 0.0, 1e3])
+    with pytest.raises(ValueError, match="the model predicts class 2, and there are 1 names: give DataLoaders"):
+        learn.predict(learn.dls.valid_ds.tensors[0][0])
+
+
 @pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), nn.BCEWithLogitsLoss(), nn.MSELoss(), Decodes(), Activates()])
 def test_exported_weights_have_them_too(loss, tmp_path):
     learn = classifier(loss)

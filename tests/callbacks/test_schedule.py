@@ -270,6 +270,16 @@ def test_two_schedulers_and_what_they_set_until_a_fit_is_broken_off():
     assert learn.recorder.hps == {}
 
 
+def test_a_group_that_is_added_under_a_schedule_is_refused():
+    def add(cb):
+        if not cb.train_iter:
+            cb.opt.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+
+    learn = learner(cbs=Callback(before_step=add))
+    with pytest.raises(ValueError, match="the optimizer has a group 1, and there are values of 'lr' for 1: a group"):
+        learn.fit_one_cycle(1)
+
+
 @pytest.mark.parametrize("wd_bn_bias", [False, True])
 def test_a_scheduled_decay_spares_norms_and_biases(wd_bn_bias):
     watch = Watch()

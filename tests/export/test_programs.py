@@ -139,6 +139,12 @@ def test_torch_itself_would_have_run_it(parts):
     assert Path("evil").exists()
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is such a device")
+def test_an_absent_device_is_no_damage(parts):
+    with pytest.raises((AssertionError, RuntimeError), match="CUDA|NVIDIA"):
+        load_learner(write(parts), device="cuda")
+
+
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "text", "zip"])
 def test_damage_is_an_error_that_says_so(parts, damage):
     path = write(parts)

@@ -124,6 +124,9 @@ def test_pictures_without_usable_labels_are_refused(folder):
     write(folder / "stray.png", 0)
     with raises(ValueError, "1 pictures lie in no folder of a class, such as pictures/stray.png", "label="):
         ImageData.from_folder(folder)
+    for label in (None, float("nan"), 1.5):
+        with raises(ValueError, f"got the labels {label}; labels are text or whole numbers"):
+            ImageData.from_items(["a.png", "b.png"], ["x", label])
     with raises(ValueError, "got 2 pictures and 1 labels"):
         ImageData.from_items(["a.png", "b.png"], ["x"])
     with raises(ValueError, "got valid=2; it is a share between 0 and 1"):

@@ -117,6 +117,12 @@ def test_one_logit_tells_two_classes(shape):
     assert [row[-1].startswith("wrong: ") for row in rows] == (said != y.flatten().long()).tolist()
 
 
+@pytest.mark.parametrize("n", [0, "3", True])
+def test_results_are_shown_of_a_number_of_samples(n):
+    with pytest.raises(ValueError, match=f"got n={n!r}; it is a number of samples, 1 or more"):
+        learner()[0].show_results(n)
+
+
 def test_what_is_no_classification_is_refused():
     for learn in (
         make_learner(),

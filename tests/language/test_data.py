@@ -118,6 +118,8 @@ def test_of_a_single_long_text_the_end_is_validated_on():
     assert make_stream(valid=None).valid_ds is None
     with raises(ValueError, "got 1 tokens and seq_len=128"):
         make_stream(valid=None).__class__(data.codec, None, data.train_ds[:1]).dataloaders()
+    with raises(ValueError, "seq_len=0; there must be two tokens, and seq_len is 1 or more"):
+        data.dataloaders(seq_len=0)
 
 
 def test_a_loss_function_and_a_models_own_loss_come_to_the_same_by_exact_counts():

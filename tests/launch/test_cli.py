@@ -138,6 +138,7 @@ def test_what_follows_the_script_is_its_own(no_gpu, options, nproc, separator):
         (["--timeout", "0", __file__], "--timeout 0.0: give seconds, more than 0"),
         (["--max-restarts", "-1", __file__], "--max-restarts -1: give a number"),
         (["--master-port", "0", __file__], "--master-port 0: give a port from 1 to 65535"),
+        (["--log-dir", __file__, __file__], "test_cli.py: File exists; name a folder that can be made"),
         (["--nnodes", "3:2", __file__], "--nnodes 3:2: give a number of machines"),
         (["--nnodes", "1:4", "--node-rank", "0", "--master-addr", "a", __file__], "1:4 needs --rdzv-endpoint"),
         (["--nnodes", "2", "--node-rank", "0", __file__], "need --nnodes, --node-rank and --master-addr"),
