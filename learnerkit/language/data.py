@@ -126,7 +126,7 @@ class TextData:
         label: Callable[[Path], Any] | None = _folder_name,
         **kwargs: Any,
     ) -> "TextData":
-        """Encode the .txt files (UTF-8) in a folder and those within it.
+        """Encode the .txt files (UTF-8) in a folder and those within it, without hidden ones.
 
         Args:
             path: the folder; of a URL a copy is made, in `~/.cache/learnerkit`.
@@ -141,6 +141,7 @@ class TextData:
         """
         root = local_folder(path)
         files = sorted(file for file in root.rglob("*.txt") if classes is None or file.parent.name in classes)
+        files = [file for file in files if not any(part[0] == "." for part in file.relative_to(root).parts)]
         if not files:
             among = "" if classes is None else f" among {first_few(classes)}"
             raise ValueError(f"there are no .txt files in folders of {root}{among}")

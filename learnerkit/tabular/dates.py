@@ -35,10 +35,12 @@ class Dates:
     Args:
         name: the column's.
         written: how they are written as text, 'ISO8601' or as `strptime` has it.
+        zone: the time zone in which their parts are taken, if they have one.
     """
 
     name: Any
     written: str = _ISO
+    zone: str | None = None
 
     @classmethod
     def of(cls, column: "Series") -> "Dates":
@@ -48,7 +50,7 @@ class Dates:
             ValueError: values that are no dates, or that may be read in two ways.
         """
         if column.dtype.kind == "M":
-            return cls(column.name)
+            return cls(column.name, zone=_zone_of(column))
         texts = texts_in(column)
         ways = ways_to_read(texts)
         read = {way: _read(texts, way) for way in ways}
@@ -57,7 +59,7 @@ class Dates:
                 f"column {column.name!r} has dates such as {str(texts.iloc[0])[:40]!r}, which may be {ways[0]} or "
                 f"{other}; make timestamps of it: pandas.to_datetime(df[{column.name!r}], format={ways[0]!r})"
             )
-        return cls(column.name, ways[0] if ways else _ISO)
+        return cls(column.name, ways[0], _zone_of(read[ways[0]])) if ways else cls(column.name)
 
     def parts(self, column: "Series") -> "DataFrame":
         """Return a column for each part, such as 'signup_month', with a gap where the date is missing.
@@ -78,6 +80,8 @@ class Dates:
                     f"pandas.to_datetime(df[{self.name!r}], errors='coerce', format=...)"
                 )
             times = read.reindex(column.index)
+        if self.zone is not None and times.dt.tz is not None:
+            times = times.dt.tz_convert(self.zone)
         columns: dict[str, Any] = {part: getattr(times.dt, part, None) for part in (*CATEGORIES, *NUMBERS)}
         columns["week"] = times.dt.isocalendar().week
         columns["elapsed"] = (times - pd.Timestamp(0, tz=times.dt.tz)) / pd.Timedelta(days=1)
@@ -93,6 +97,10 @@ class Dates:
     def from_json(cls, facts: Mapping[str, Any]) -> "Dates":
         """Read what `as_json` has returned."""
         return cls(**facts)
+
+
+def _zone_of(times: "Series") -> str | None:
+    return times.dt.tz and str(times.dt.tz)
 
 
 def texts_in(column: "Series") -> "Series":

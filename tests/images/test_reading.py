@@ -95,6 +95,9 @@ def test_what_is_in_memory_is_read_like_a_file():
     colours = torch.stack([gray, 255 - gray, gray // 2])
     reader = ImageReader(20)
     expected = reader(Image.fromarray(colours.permute(1, 2, 0).numpy()))
+    for wrong in (colours.float(), colours.float() / 255 - 3, colours / torch.nan):
+        with pytest.raises(TypeError, match="got a picture of float32 from .* to .*; floats are from 0 to 1, and bytes"):
+            ImageReader(8)(wrong)
     for picture in (colours, colours.float() / 255, colours.permute(1, 2, 0).numpy()):
         assert torch.equal(reader(picture), expected)
     for picture in (gray, gray[None], gray[..., None].numpy(), gray.numpy().astype(np.float32) / 255):

@@ -153,6 +153,8 @@ def test_folders_are_classes(tmp_path):
         folder = tmp_path / ("train" if i < 8 else "test") / label
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{i}.txt").write_text(text, encoding="utf-8")
+    (folder / ".ipynb_checkpoints").mkdir()
+    (folder / ".ipynb_checkpoints" / "0.txt").write_text("hidden", encoding="utf-8")
     data = TextData.from_folder(tmp_path, valid="test", vocab_size=300)
     assert data.classes == ["animal", "food"]
     for ds, rows in ((data.train_ds, range(8)), (data.valid_ds, range(8, 12))):

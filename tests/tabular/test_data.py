@@ -256,6 +256,18 @@ def test_dates_become_their_parts(written):
     assert "  dates       d\n" in repr(data)
 
 
+@pytest.mark.parametrize("written", [None, "%Y-%m-%dT%H:%M:%S%z"])
+def test_parts_of_dates_are_those_of_the_time_zone_that_was_learned(written):
+    days = pd.Series(pd.date_range("2024-01-01", periods=40, freq="25h", tz=ZONE))  # in winter: +0100
+    frame = pd.DataFrame({"d": days.dt.strftime(written) if written else days, "y": [1, 2] * 20})
+    data = TabularData.from_json(TabularData.from_df(frame, "y", [], [], valid=None, dates=["d"]).to_json())
+    abroad = days.dt.tz_convert("America/New_York")
+    for times in (abroad, abroad.dt.strftime("%Y-%m-%dT%H:%M:%S%z"), days.dt.tz_localize(None)):
+        rows = [data.decode(*row) for row in zip(*data.encode(pd.DataFrame({"d": times})), strict=True)]
+        assert [row["d_hour"] for row in rows] == pytest.approx(list(days.dt.hour), abs=1e-3)
+        assert [row["d_day_of_week"] for row in rows] == list(days.dt.day_of_week)
+
+
 def test_dates_that_cannot_be_read_are_refused():
     frame = pd.DataFrame({"d": ["03/04/2024", "05/06/2024"] * 10, "y": [1, 2] * 10})
 
