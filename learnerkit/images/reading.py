@@ -175,10 +175,11 @@ def _as_bytes(picture: Tensor | np.ndarray) -> np.ndarray:
     if isinstance(picture, Tensor):
         picture = (picture.movedim(0, -1) if picture.ndim == 3 else picture).cpu().numpy()
     if picture.dtype.kind == "f":
-        if picture.size and not (picture.min() > -1 and picture.max() < 2):  # Interpolation goes a little beyond 0 and 1.
+        least, most = float(picture.min()), float(picture.max())
+        if not (least > -1 and most < 2):  # Interpolation goes a little beyond 0 and 1.
             raise TypeError(
-                f"got a picture of {picture.dtype} from {picture.min():g} to {picture.max():g}; floats are from 0 to 1, "
-                "and bytes (uint8) from 0 to 255"
+                f"got a picture of {picture.dtype} from {least:g} to {most:g}; floats are from 0 to 1, and bytes "
+                "(uint8) from 0 to 255"
             )
         picture = (picture * 255).round().clip(0, 255).astype(np.uint8)
     if picture.dtype != np.uint8 or picture.ndim not in (2, 3):
