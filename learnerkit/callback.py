@@ -207,6 +207,8 @@ def check_hooks(cb: Callback) -> None:
         TypeError: a method has a name similar to an event's, or that of an event in earlier versions of fastai, or a
             hook needs arguments; or there is a `__call__`, by which fastai calls its callbacks.
     """
+    if is_ours(type(cb)) and type(cb) is not Callback:
+        return  # a test has checked it
     if any("__call__" in vars(kind) for kind in type(cb).__mro__ if issubclass(kind, Callback)):
         raise TypeError(
             f"{type(cb).__name__} defines __call__, which fastai calls at every event; here only the hooks are called: "

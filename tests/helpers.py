@@ -81,7 +81,7 @@ class Unsized:
 def make_model(n_in=4, n_out=1, dropout=0.0, seed=0):
     """A small network, always with the same weights."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         return nn.Sequential(nn.Linear(n_in, 6), nn.Tanh(), nn.Dropout(dropout), nn.Linear(6, n_out))
 
 

@@ -32,14 +32,6 @@ def memory(monkeypatch):
     return set_to
 
 
-@pytest.fixture(autouse=True)
-def few_objects():
-    """Spares the collection of garbage after a try those objects that are there before a test: it takes 0.2 s else."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 def wide(train=100, valid=8, bs=4, opt_func=SGD, n_in=64, **kwargs):
     """A learner whose weights are about as large as the activations of a small batch."""
     dls = DataLoaders.from_datasets(
