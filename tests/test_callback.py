@@ -19,6 +19,7 @@ from learnerkit import (
     ProgressCallback,
     Recorder,
 )
+from learnerkit.callback import check_hooks, is_ours
 from learnerkit.callbacks.schedule import ParamScheduler, SchedCos
 from learnerkit.callbacks.training import TrainEvalCallback
 from learnerkit.events import INNER_EVENTS, Event
@@ -572,6 +573,21 @@ def test_a_callback_added_in_mid_fit_hears_what_follows():
     ]
     assert "cleanup_fit" not in log
     assert late in learn.cbs
+
+
+def own_callbacks(kind=Callback):
+    for each in kind.__subclasses__():
+        if is_ours(each):
+            yield each
+        yield from own_callbacks(each)
+
+
+def test_this_librarys_callbacks_are_as_those_of_users_have_to_be():
+    kinds = set(own_callbacks())
+    assert {EMA, Recorder, CheckpointCallback} <= kinds
+    for kind in kinds:
+        of_a_user = type(kind.__name__, (kind,), {})
+        check_hooks(of_a_user.__new__(of_a_user))
 
 
 def test_a_dataclass_may_have_cleanups():

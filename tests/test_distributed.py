@@ -261,6 +261,7 @@ def test_streams_of_one_seed_are_far_apart():
 
 @on_ranks
 @pytest.mark.parametrize("children", [10, pytest.param(1000, marks=pytest.mark.soak)])
+@pytest.mark.slow
 def test_children_forked_after_collectives_come_to_life(children):
     """As the workers of a loader must."""
     for number in range(children):

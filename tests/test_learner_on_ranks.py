@@ -138,6 +138,7 @@ def test_torch_schedulers_by_the_batch_equal_those_on_one_process():
     assert len(set(learn.recorder.lrs)) > 10
 
 
+@pytest.mark.slow
 def test_torch_schedulers_by_the_validation_loss_equal_those_on_one_process():
     def plateau(learn):
         make = TorchScheduler(lambda opt: ReduceLROnPlateau(opt, patience=0, threshold=0.5), "epoch", "valid_loss")
@@ -162,6 +163,7 @@ def test_with_whole_batches_for_every_rank_an_epoch_has_half_the_steps():
     assert learn.recorder.iters == [4, 8, 11]
 
 
+@pytest.mark.slow
 def test_validations_every_so_many_steps_equal_those_on_one_process():
     _, learn = equal_to_one_process(lambda learn: learn.fit(2, cbs=ValidateEvery(3)))
     assert learn.recorder.iters == [3, 6, 8, 9, 12, 15, 16]
@@ -227,6 +229,7 @@ def test_the_rate_finder_finds_the_same_with_accumulation():
     assert close(list(here), list(there)), (here, there)
 
 
+@pytest.mark.slow
 def test_an_error_on_one_rank_in_the_rate_finder_leaves_no_trace():
     def fail(cb):
         if distributed.rank() == 1 and cb.task == "lr_find" and cb.train_iter == 20:

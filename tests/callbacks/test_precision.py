@@ -777,6 +777,7 @@ def test_the_plain_model_is_back_after_an_error(fresh_compiler):
     assert learn.model._compiled_call_impl is None
 
 
+@pytest.mark.slow
 def test_compiling_goes_together_with_mixed_precision(fresh_compiler):
     learn = make_learner(cbs=[Compile(backend="aot_eager"), MixedPrecision("bf16"), GradientClip()])
     plain = make_learner(cbs=[MixedPrecision("bf16"), GradientClip()])

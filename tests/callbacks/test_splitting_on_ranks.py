@@ -146,6 +146,7 @@ class Penalty(Callback):
 
 
 @pytest.mark.parametrize("accumulates", mostly_slow([False, True], False))
+@pytest.mark.slow
 def test_a_loss_that_a_callback_changes_while_ddp_averages_or_other_ranks_need_more_parts(accumulates):
     def cbs():
         return [Penalty(), *[GradientAccumulation(n_batches=2)] * accumulates]
@@ -156,6 +157,7 @@ def test_a_loss_that_a_callback_changes_while_ddp_averages_or_other_ranks_need_m
         assert far(whole, fitted(on(which, 2), [*cbs(), SplitBatch()])) < 1e-9
 
 
+@pytest.mark.slow
 def test_a_rank_that_begins_again_since_others_need_more_parts_has_its_random_states_and_buffers_back():
     def model():
         return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Dropout(0.5), nn.Linear(5, 3)).double()

@@ -93,6 +93,7 @@ def on(rank, rows, where="forward", **kwargs):
 
 @pytest.mark.parametrize("where", mostly_soak(["forward", "backward", "without gradients"], "backward"))
 @pytest.mark.parametrize("which", mostly_soak([-1, 0, 1], 1))
+@pytest.mark.slow
 def test_a_rank_that_runs_out_of_memory_in_a_pass_leaves_no_rank_waiting(which, where):
     limit = on(which, 2, where)
     split = fitted(limit, [SplitBatch()])
@@ -181,6 +182,7 @@ def test_a_cancel_on_one_rank_leaves_no_rank_waiting(where):
     assert far(whole, split) < 1e-9
 
 
+@pytest.mark.slow
 def test_evaluation_is_cut_on_the_rank_that_needs_it():
     limit = on(1, 3, "without gradients", trains=False)
     split = fitted(limit, [SplitBatch()])

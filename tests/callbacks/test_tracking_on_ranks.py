@@ -146,6 +146,7 @@ def test_ranks_decide_as_one_process(found, job):
     assert same_weights(*(rank["weights"] for rank in ranks))
 
 
+@pytest.mark.slow
 def test_the_best_reaches_machines_without_the_file(found):
     """A file system for each rank: one has no such file, or an older one of the same name."""
     (alone,), ranks = found[1, "elsewhere"], found[2, "elsewhere"]

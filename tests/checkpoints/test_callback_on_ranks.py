@@ -55,6 +55,7 @@ def test_what_each_rank_has_of_its_own_comes_back(tmp_path):
     assert different(weights(whole.model), weights(again.model)) == []
 
 
+@pytest.mark.slow
 def test_a_module_that_follows_the_model_comes_back(tmp_path):
     dls = lambda: DataLoaders.from_datasets(make_data(24), bs=4, device="cpu")  # noqa: E731
     found = []

@@ -147,6 +147,7 @@ def test_t9_a_stream_with_a_state_goes_on_in_the_order_of_its_epoch(empties, spl
 
 @pytest.mark.filterwarnings("ignore:the data of rank")
 @pytest.mark.parametrize("split", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_t9_a_stream_of_batches_with_a_state_goes_on_at_its_place(split):
     class Batches(Remembering):
         def __iter__(self):
@@ -234,6 +235,7 @@ def test_parts_of_ranks_go_on_each_by_its_own_state(uneven):
         fit(made, Log(), stopped.state)
 
 
+@pytest.mark.slow
 def test_augmentation_differs_by_rank_unless_it_is_reproducible():
     made = lambda: make_dls("shuffled", "workers", valid=False)  # noqa: E731
     drawn = {

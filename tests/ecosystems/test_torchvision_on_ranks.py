@@ -112,6 +112,7 @@ def found(rank_pools):
 
 
 @pytest.mark.parametrize("collate", COLLATES)
+@pytest.mark.slow
 def test_a_detector_trains_by_the_sum_of_its_losses_and_is_validated_by_metrics(found, collate):
     run = found[1, collate][0]
     assert run["names"] == [
@@ -221,6 +222,7 @@ def trained(rank_pools):
         ("faster_rcnn", 1e-7),  # torchvision makes its `loss_objectness` in float32, whatever the model has
     ],
 )
+@pytest.mark.slow
 def test_detectors_on_ranks_equal_one_process_by_what_their_losses_average_over(trained, name, tolerance):
     alone, columns, told = trained[1, name][0]
     assert not told

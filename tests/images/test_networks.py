@@ -26,6 +26,7 @@ def bars(n=48, size=32):
 
 
 @pytest.mark.parametrize("channels", [3, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_network_learns_from_mixed_and_augmented_pictures(channels, capsys):
     set_seed(0)
     data = ImageData.from_items(*bars(), 0.25, size=32, channels=channels)

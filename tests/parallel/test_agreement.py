@@ -697,6 +697,7 @@ def test_an_error_in_the_model_ends_all_ranks():
 
 @on_ranks
 @pytest.mark.parametrize("event", mostly_slow(["cleanup_fit", "cleanup_train"], "cleanup_train"))
+@pytest.mark.slow
 def test_an_error_in_a_cleanup_ends_ranks_that_are_through_with_everything_else(event):
     learn = make_learner(Do(event, throw(ValueError("boom"))))
     error, took = fit(learn)

@@ -61,6 +61,7 @@ def parts(text):
     return when + ")", what.split(". Ranks drift apart")[0]
 
 
+@pytest.mark.slow
 def test_batch_norms_statistics_differ_between_steps_which_is_no_drift():
     apart = []
     look = Callback(after_batch=lambda cb: apart.append(distributed.all_gather(cb.model.training and mean(cb.learn))))
@@ -125,6 +126,7 @@ def test_an_optimizers_state_that_differs_is_told():
     assert parts(found)[1].startswith("optimizer exp_avg of last.bias is float32 tensor of shape (2,)"), found
 
 
+@pytest.mark.slow
 def test_a_change_after_the_last_step_that_was_due_is_seen_when_training_ends():
     """A change after the last step that was due is seen once training ends."""
     # Not by the last bit alone, which the two steps that follow may round away.

@@ -150,6 +150,7 @@ def with_buffer(model, **sizes):
 
 
 @pytest.mark.parametrize("learner", mostly_slow([make_learner, with_buffer], with_buffer))
+@pytest.mark.slow
 def test_micro_batches_cost_no_collectives(learner):
     """Three times as many micro-batches for as many steps take as many collectives."""
     assert collectives(4, 2, 2, learner)[0] == collectives(4, 2, 6, learner)[0]
@@ -267,6 +268,7 @@ DDP_OPTIONS = {
 
 
 @pytest.mark.parametrize("name", mostly_slow(DDP_OPTIONS, "several"))
+@pytest.mark.slow
 def test_ddps_own_options_reach_it_and_change_no_number(name):
     options = DDP_OPTIONS[name]
     exact, _ = trained()
@@ -314,6 +316,7 @@ def test_an_unknown_communication_hook_is_refused():
 # Several networks
 
 
+@pytest.mark.slow
 def test_callbacks_see_several_networks_as_they_are():
     exact, _ = trained(Pair())
     inside = []

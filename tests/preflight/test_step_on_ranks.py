@@ -82,6 +82,7 @@ def classes():
     return torch.randint(3, (40,), generator=torch.Generator().manual_seed(1))
 
 
+@pytest.mark.slow
 def test_targets_that_are_wrong_on_one_rank():
     checked(
         learner(targets=on_rank_1(classes(), classes() + 5)),
@@ -132,6 +133,7 @@ def test_a_model_that_fails_on_one_rank():
     fits(learn)
 
 
+@pytest.mark.slow
 def test_a_problem_of_all_ranks_is_said_once():
     checked(
         learner(nn.Sequential(nn.Linear(5, 3))),
@@ -143,6 +145,7 @@ def test_a_problem_of_all_ranks_is_said_once():
     checked(learner(nn.Sequential(nn.Linear(4, 2))), False, "classes 0 .. 1")
 
 
+@pytest.mark.slow
 def test_a_check_leaves_nothing_behind_that_changes_a_fit():
     found = []
     for first in (False, True):

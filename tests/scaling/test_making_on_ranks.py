@@ -35,6 +35,7 @@ def report_of(learn, n=5, **kwargs):
 @pytest.mark.parametrize(
     "fault", mostly_slow(["backward", "dataset", "forward", "optimizer", "callback"], "backward", slow=["dataset"])
 )
+@pytest.mark.slow
 def test_the_slow_rank_and_its_cause_are_named(fault, rank):
     for _ in range(3):  # on a busy machine it may look like chance
         report = parts_of(make_learner(fault, rank))

@@ -128,6 +128,7 @@ def test_a_batch_that_one_rank_leaves_is_no_part():
     assert parts == {i: less if i % 3 == 1 else whole for i in range(12) if ranks > 2 or i % 3 != 1}
 
 
+@pytest.mark.slow
 def test_training_goes_on_as_without():
     def trained(cbs):
         learn = make_learner(
