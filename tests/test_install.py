@@ -85,6 +85,7 @@ def test_a_wheel_has_all_files_and_its_install_trains(source, install, tmp_path)
     assert str(tmp_path / "venv") in last
 
 
+@pytest.mark.soak
 def test_mypy_and_pyright_follow_an_editable_install(source, install, tmp_path):
     commands = install("-e", source)
     python = commands / "python"

@@ -52,6 +52,7 @@ def leave_a_variable():
         pytest.param(leave_a_variable, 60, ["the test left these changed", "$LEFT"], marks=pytest.mark.soak),
     ],
 )
+@pytest.mark.soak
 def test_a_failure_is_shown_and_the_next_test_gets_fresh_processes(pools, monkeypatch, function, seconds, said):
     monkeypatch.setattr(rank_pool, "FOLLOW_SECONDS", 1)
     before = pools.run(Ranks(2), rank_and_process)

@@ -11,6 +11,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
@@ -397,7 +398,7 @@ class ImageDataLoaders(DataLoaders):
 
 
 def _check_names(labels: Iterable) -> None:
-    if wrong := {str(label) for label in labels if not isinstance(label, str | Integral)}:
+    if wrong := {str(label) for label in labels if not isinstance(label, str | Integral | np.bool_)}:
         raise ValueError(f"got the labels {first_few(sorted(wrong))}; labels are text or whole numbers")
 
 

@@ -45,7 +45,7 @@ except ZeroDivisionError:
 ROW = re.compile(r"^ +[0-2]( +\d+\.\d{6}){2} +\d\d:\d\d\.\d$")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_in_a_pipe_there_are_whole_lines_and_no_bar(script_env):
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=script_env, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -93,7 +93,7 @@ def on(rank, rows, where="forward", **kwargs):
 
 @pytest.mark.parametrize("where", mostly_soak(["forward", "backward", "without gradients"], "backward"))
 @pytest.mark.parametrize("which", mostly_soak([-1, 0, 1], 1))
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_rank_that_runs_out_of_memory_in_a_pass_leaves_no_rank_waiting(which, where):
     limit = on(which, 2, where)
     split = fitted(limit, [SplitBatch()])
@@ -138,7 +138,7 @@ class WithUnused(Net):
 
 @pytest.mark.filterwarnings("ignore:find_unused_parameters=True was chosen")
 @pytest.mark.parametrize("where", mostly_slow(["forward", "backward"], "backward"))
-@pytest.mark.parametrize("job", mostly_slow(JOBS, "accumulated"))
+@pytest.mark.parametrize("job", mostly_slow(JOBS, "accumulated", slow=["a rank without data", "penalty"]))
 def test_a_job_in_parts_equals_one_process(job, where):
     given = dict(JOBS[job])
     cbs, options, parts = given.pop("cbs", []), given.pop("options", None), given.pop("parts", None)
@@ -174,7 +174,7 @@ CANCELS = {
 }
 
 
-@pytest.mark.parametrize("where", mostly_slow(CANCELS, "first batch", "step"))
+@pytest.mark.parametrize("where", mostly_slow(CANCELS, "step", slow=["first batch", "after the loss"]))
 def test_a_cancel_on_one_rank_leaves_no_rank_waiting(where):
     at, event, error, which = CANCELS[where]
     whole = fitted(cbs=[Cancels(event, error, at, 0)], epochs=1)

@@ -88,8 +88,11 @@ def whole():
 
 
 QUICK = ("one cycle", "accumulation")
-SLOW = ("workers", "EMA", "fp16", "LBFGS", "torch's schedulers", "several optimizers")
-SOAK = ("early stopping", "counting sampler", "batch norm", "cancels", "augmentation", "budget")
+SLOW = ("EMA", "fp16", "several optimizers")
+SOAK = (
+    "workers", "LBFGS", "torch's schedulers", "early stopping", "counting sampler", "batch norm", "cancels",
+    "augmentation", "budget",
+)  # fmt: skip
 STEPS_OF = [
     *(pytest.param(name, (EPOCH, EPOCH + 5), id=name) for name in QUICK),
     *(pytest.param(name, (EPOCH, EPOCH + 3), id=name, marks=pytest.mark.slow) for name in SLOW),

@@ -133,7 +133,7 @@ def test_r01_r02_twenty_times(rank, time, tmp_path, whole):
     assert Run(tmp_path, fault=f"kill:{rank}:{11 + time}", restarts=1).finish().ends() == whole().ends()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("nproc", [2, pytest.param(1, marks=pytest.mark.soak)])
 def test_r13_term_to_the_launcher_saves_at_the_step_and_the_run_goes_on_exactly(nproc, tmp_path, whole):
     run = Run(tmp_path, fault="await:-1:17", restarts=1, nproc=nproc)
@@ -272,7 +272,7 @@ def test_r05_a_sharded_save_that_is_killed_leaves_a_whole_checkpoint(rank, place
     assert run.ends() == whole("--shard").ends(), run
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_r25_a_flipped_bit_in_any_file_of_a_sharded_checkpoint_is_found(tmp_path, whole):
     shutil.copytree(whole("--shard").folder / "runs", tmp_path / "runs")
     found = Storage(tmp_path / "runs")

@@ -73,7 +73,7 @@ def test_two_pods_of_kubeflow_train_as_one_process(alone, tmp_path):
         assert f"learnerkit.launch: Kubeflow says node {node} of 2, with node 0 at localhost:{port} (PET_NNODES" in text
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_processes_of_mpirun_train_as_one_process_without_a_launcher(alone, tmp_path):
     port = free_port()
     envs = [

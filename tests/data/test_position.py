@@ -301,7 +301,7 @@ def together(samples):
     return [torch.stack(column) for column in zip(*samples, strict=True)]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "sampler", ["shuffled", *(pytest.param(s, marks=pytest.mark.soak) for s in ("global", "own generator", "weighted"))]
 )

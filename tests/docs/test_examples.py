@@ -27,7 +27,7 @@ from learnerkit.language.codec import train_tokenizer
 EXAMPLES = ROOT / "examples"
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_train_fashion_learns_on_two_processes_and_saves_once():
     printed = run_script(EXAMPLES / "train_fashion.py", nproc=2)
     (table,) = tables(printed)

@@ -124,6 +124,7 @@ def test_pictures_without_usable_labels_are_refused(folder):
     write(folder / "stray.png", 0)
     with raises(ValueError, "1 pictures lie in no folder of a class, such as pictures/stray.png", "label="):
         ImageData.from_folder(folder)
+    ImageData.from_items(["a.png", "b.png"] * 5, np.array([True, False] * 5))
     for label in (None, float("nan"), 1.5):
         with raises(ValueError, f"got the labels {label}; labels are text or whole numbers"):
             ImageData.from_items(["a.png", "b.png"], ["x", label])

@@ -221,7 +221,7 @@ def launched(tmp_path):
         run.process.communicate()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(1000)
 def test_a_training_is_followed_through_signals_a_failure_and_a_restart(launched):
     run = launched("--max-restarts", 1, SCRIPTS / "launch_follow.py")

@@ -216,7 +216,7 @@ def raised(faulty):
     return run
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_r07_exc_one_rank(raised):
     assert raised.code == 1, raised
     assert in_time(raised.after, 10)
@@ -234,7 +234,7 @@ def test_r07_exc_one_rank(raised):
     assert second.startswith("learnerkit.launch: rank 0 then failed: PeerError: rank 1 failed"), raised
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_r40_log_escape(raised):
     logs = {path.name: without_chatter(path.read_text()) for path in (raised.folder / "logs" / "attempt-0").iterdir()}
     assert sorted(logs) == ["rank-0.log", "rank-1.log"]
@@ -403,7 +403,7 @@ def test_r32_listen(looked_at):
     assert looked_at.open_ports == []
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_r18_launcher_kill9(looked_at):
     assert looked_at.family >= 5  # the launcher, two ranks, a loader worker of each
     assert looked_at.left == []

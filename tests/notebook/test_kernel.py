@@ -737,7 +737,7 @@ with learn.distrib_ctx(nproc=2):
     assert shown.error == "", shown.traceback
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_an_error_is_the_users_own(kernel):
     shown = kernel.run("""
 class Broken(Exception): ...
@@ -954,7 +954,7 @@ def test_workers_train_from_a_prompt(command, tmp_path):
     assert "Traceback" not in shown
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_script_is_told_of_the_launcher(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(f"{CELLS}\nlearn = make_learner()\nlearn.distrib_ctx(nproc=2)\n")

@@ -8,7 +8,7 @@ from learnerkit import DistributedCallback
 from learnerkit.parallel.loaders import rank_loader
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_group_of_the_scripts_own_trains_also_in_a_thread_and_after_a_failure(tmp_path):
     assert "spawned well" in run_script("spawned.py", tmp_path, way="python")
 

@@ -82,7 +82,7 @@ def test_it_costs_less_than_a_hundredth_of_a_step():
     assert 0 < spent / learn.train_iter < 1e-4
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_fit_that_does_not_measure_has_nothing_of_it(script_env):
     code = (
         "import sys\nfrom scaling_jobs import make_learner\n"

@@ -70,7 +70,7 @@ def test_kills_and_errors_cost_one_trial_each(search):
     assert os.listdir("sweeps/c/running") == []
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_search_that_is_killed_goes_on_also_on_a_machine_that_joins(search):
     write_config(maxCombo=8, retryLimit=1)
     first = search("-j", 2, FATES={1: "wait", 2: "wait"})
