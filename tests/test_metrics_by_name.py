@@ -105,6 +105,14 @@ def test_r2_of_several_outputs_is_the_mean_of_theirs():
     assert learn.validate()[1] == pytest.approx(float(shares.mean()), rel=1e-4)
 
 
+def test_targets_of_one_value_for_each_class_are_refused():
+    learn = several_classes()
+    x, y = learn.dls.valid_ds.tensors
+    learn.dls, learn.metrics = one_loader(TensorDataset(x, nn.functional.one_hot(y, 3).float()), "abc"), "f1"
+    with pytest.raises(ValueError, match=r"'f1' takes the number of a class for each sample, and got .*shape \(4, 3\)"):
+        learn.validate()
+
+
 def test_names_stand_beside_functions_and_are_the_columns():
     learn = several_classes()
     learn.metrics = ["f1", accuracy, "error_rate"]

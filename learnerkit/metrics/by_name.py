@@ -78,7 +78,8 @@ class OfTorchmetrics:
         """Turn a batch's predictions and targets into the arguments of the metric's `update`.
 
         Raises:
-            ValueError: several scores for each sample, and no names of what they are.
+            ValueError: several scores for each sample, and no names of what they are; or targets that are not one class
+                for each.
         """
         if self._task == "Binary" and pred.ndim > 1 and pred[0].numel() > 1:
             raise ValueError(
@@ -89,6 +90,11 @@ class OfTorchmetrics:
         self.metric.to(pred.device)
         made = self._rule(pred.detach())
         if self._task == "Multiclass":
+            if target.numel() * pred.shape[1] != pred.numel():
+                raise ValueError(
+                    f"the metric {self._name!r} takes the number of a class for each sample, and got targets that are "
+                    f"{describe(target)}; of one value for each class argmax(1) makes the number"
+                )
             return made, (target.reshape(len(pred), *pred.shape[2:]),)
         if self._task == "":  # the columns of a table are several outputs, each with its own mean
             n_outputs = made.shape[1] if made.ndim == 2 else 1
