@@ -39,7 +39,7 @@ from learnerkit.callbacks.training import StepBudget, TrainEvalCallback
 from learnerkit.checkpoints.callback import CheckpointCallback
 from learnerkit.checkpoints.storage import read_checkpoint
 from learnerkit.data.batches import loader_len
-from learnerkit.data.loaders import DataLoaders, Unpacker
+from learnerkit.data.loaders import DataLoaders, Unpacker, check_loader
 from learnerkit.data.order import in_order, keep_seeds
 from learnerkit.data.stream import reading
 from learnerkit.events import (
@@ -1056,6 +1056,7 @@ class Learner(RunState):
     def _evaluate(self, task: str, dl: Iterable[Any], cbs: Callbacks) -> None:
         """Run without training; inside another run without the events of its outer levels."""
         with self._running(task, cbs) as nested:
+            check_loader(dl, "given")
             arguments.check_not_empty(dl, "the loader")
             read = functools.partial(self._read, dl, training=False)
             if nested:

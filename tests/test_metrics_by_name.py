@@ -1,5 +1,7 @@
 """Metrics by name: those of torchmetrics for the loss and the classes, compared with their definitions."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from helpers import make_classes, make_data, make_learner, make_model
@@ -186,6 +188,34 @@ def fit_by_name(make, together):
         with learn.distrib_ctx(split_batches=True):
             learn.fit(1)
     return learn.recorder.values[-1]
+
+
+def far_from_zero():
+    """Numbers whose mean is large against their spread."""
+    x, y = make_data(64).tensors
+    learn = make_learner(one_loader(TensorDataset(x, 1e5 + 50 * y), None))
+    with torch.no_grad():
+        learn.model[-1].bias.fill_(1e5 - 10)
+    return learn
+
+
+def test_r2_is_exact_far_from_zero():
+    learn = far_from_zero()
+    learn.metrics = "r2"
+    preds, targets = (t.double() for t in learn.get_preds())
+    share = 1 - float((preds - targets).square().sum() / (targets - targets.mean()).square().sum())
+    assert learn.validate()[1] == pytest.approx(share, rel=1e-6)
+
+
+@pytest.mark.ranks(2)
+def test_r2_on_ranks_is_exact_far_from_zero():
+    found = []
+    for together in (False, True):
+        learn = far_from_zero()
+        learn.metrics = "r2"
+        with learn.distrib_ctx() if together else nullcontext():
+            found.append(learn.validate()[1])
+    assert found[0] == pytest.approx(found[1], rel=1e-9)
 
 
 @pytest.mark.ranks(2)

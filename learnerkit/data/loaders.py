@@ -102,7 +102,8 @@ class DataLoaders:
     ) -> None:
         self.loaders: list[Any] = [train, valid, *more]
         for i, dl in enumerate(self.loaders):
-            _check_loader(dl, i)
+            if i != 1 or dl is not None:
+                check_loader(dl, ("training", "validation")[i] if i < 2 else f"{i}.")
         if n_inp is not None and n_inp < 1:
             raise ValueError(f"got n_inp={n_inp}; a batch has at least one input")
         self.n_inp = n_inp
@@ -673,16 +674,14 @@ def _check_datasets(train_ds: Any, valid_ds: Any) -> None:
         raise ValueError("the training set is empty: it has 0 samples")
 
 
-def _check_loader(dl: Any, i: int) -> None:
-    name = ("training", "validation")[i] if i < 2 else f"{i}."
-    if i == 1 and dl is None:
-        return
+def check_loader(dl: Any, name: str) -> None:
+    """Refuse what is no loader, such as a dataset, whose samples would be taken for batches."""
     if not hasattr(dl, "__iter__") and not hasattr(dl, "__getitem__"):
         raise TypeError(
             f"the {name} loader is a {type(dl).__name__}, which cannot be iterated over; "
             "pass a DataLoader or another iterable of batches"
         )
-    if isinstance(dl, Dataset) and not isinstance(dl, IterableDataset):
+    if isinstance(dl, Dataset | Tensor) and not isinstance(dl, IterableDataset):
         raise TypeError(
             f"the {name} loader is a dataset ({type(dl).__name__}); use DataLoaders.from_datasets, or put it into a "
             "DataLoader"

@@ -163,7 +163,8 @@ def listed(names: Any, delim: str | None = None) -> Collection[Any]:
     if isinstance(names, str) or not isinstance(names, Collection):
         raise ValueError(
             f"got {names!r} as the classes of a picture; they are a list or a set of names, or a text with delim=, "
-            "which says where to divide it, such as delim=' '"
+            "which says where to divide it, such as delim=' '; a picture without classes has an empty text or list: "
+            "fillna('') in a frame"
         )
     return names
 

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from learnerkit.losses import ACTIVATIONS, DECODINGS, loss_name, loss_option, rules
-from learnerkit.metrics.functions import accuracy, accuracy_multi, error_rate, mae, mse, top_k_accuracy
+from learnerkit.metrics.functions import accuracy, accuracy_multi, error_rate, mae, mse, top_k_accuracy, wide
 from learnerkit.metrics.objects import perplexity, rmse
 from learnerkit.text import did_you_mean
 from learnerkit.values import describe
@@ -97,6 +97,7 @@ class OfTorchmetrics:
                 )
             return made, (target.reshape(len(pred), *pred.shape[2:]),)
         if self._task == "":  # the columns of a table are several outputs, each with its own mean
-            n_outputs = made.shape[1] if made.ndim == 2 else 1
-            return made.reshape(-1, n_outputs), (target.reshape(-1, n_outputs),)
+            n_outputs, made = made.shape[1] if made.ndim == 2 else 1, wide(made)
+            self.metric.set_dtype(made.dtype)  # It takes the difference of sums of squares.
+            return made.reshape(-1, n_outputs), (wide(target).reshape(-1, n_outputs),)
         return made, ((target > 0.5).long().reshape(pred.shape),)

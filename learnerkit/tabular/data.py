@@ -21,6 +21,7 @@ from learnerkit.tabular.choice import Seen, look, no_numbers
 from learnerkit.tabular.columns import Categories, Numbers, distinct, holds_text, numbers_in
 from learnerkit.tabular.dates import Dates
 from learnerkit.text import did_you_mean, first_few
+from learnerkit.utils import listify
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -103,7 +104,8 @@ class TabularData:
                 is in the validation part alone.
         """
         frame = _as_frame(df).reset_index(drop=True)  # Rows are then named by their numbers.
-        named = [*(cats or ()), *(conts or ()), *(dates := list(dates))]
+        cats, conts = (names if names is None else listify(names) for names in (cats, conts))
+        named = [*(cats or ()), *(conts or ()), *(dates := listify(dates))]
         _check_columns(frame, [y, *named])
         by_values = look(frame[y], frame[y])
         is_class = frame[y].dtype.kind not in "fc" and by_values.role != "conts"

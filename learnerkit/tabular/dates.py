@@ -25,6 +25,7 @@ _DAYS = (
     "%Y/%m/%d", "%Y.%m.%d", "%d %b %Y", "%d-%b-%Y", "%b %d, %Y", "%d %B %Y", "%B %d, %Y",
     *(f"{day}{mark}{year}" for mark in "./-" for year in ("%Y", "%y") for day in (f"%d{mark}%m", f"%m{mark}%d")),
 )  # fmt: skip
+_OFFSET = r"(?:Z|[+-]\d\d:?\d\d)$"  # the end of a time with a zone
 _WAYS = (_ISO, *(day + time for day in _DAYS for time in ("", " %H:%M", " %H:%M:%S")))
 
 
@@ -72,12 +73,13 @@ class Dates:
         times = column
         if column.dtype.kind != "M":
             texts = texts_in(column)
-            read = _read(texts, self.written)
+            read = _read(texts, self.written, several_zones=self.zone is not None)
             if len(wrong := texts[read.isna()]):
                 raise ValueError(
                     f"column {self.name!r} is one of dates ({self.written}), and has "
                     f"{first_few((repr(x)[:40] for x in wrong.unique().tolist()), n=3)}; make timestamps of it: "
-                    f"pandas.to_datetime(df[{self.name!r}], errors='coerce', format=...)"
+                    f"pandas.to_datetime(df[{self.name!r}], errors='coerce', format=...), with utc=True for several "
+                    "time zones"
                 )
             times = read.reindex(column.index)
         if self.zone is not None and times.dt.tz is not None:
@@ -116,11 +118,12 @@ def ways_to_read(texts: "Series") -> list[str]:
     return [way for way, n in counts.items() if n == most >= NEARLY_ALL * len(texts)]
 
 
-def _read(texts: "Series", way: str) -> "Series":
+def _read(texts: "Series", way: str, several_zones: bool = False) -> "Series":
     import pandas as pd
     from pandas.api.types import is_numeric_dtype
 
     if not is_numeric_dtype(texts.dtype):
+        utc = several_zones and bool(texts.astype(str).str.contains(_OFFSET).all())
         with suppress(ValueError):  # The texts may have several time zones.
-            return pd.to_datetime(texts, format=way, errors="coerce")
+            return pd.to_datetime(texts, format=way, errors="coerce", utc=utc)
     return pd.Series(pd.NaT, texts.index)

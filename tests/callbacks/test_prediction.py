@@ -650,6 +650,14 @@ def test_one_score_for_each_sample_has_the_probability_of_yes():
     torch.testing.assert_close(found.probs, found.pred.sigmoid())
 
 
+def test_a_dataset_is_no_loader():
+    learn = classifier()
+    for given in (learn.dls.valid_ds, torch.zeros(4, 4)):
+        for read in (learn.get_preds, learn.validate):
+            with pytest.raises(TypeError, match="the given loader is a dataset .*put it into a DataLoader"):
+                read(dl=given)
+
+
 def test_a_class_without_a_name_is_an_error():
     learn = classifier()
     learn.dls.classes = ["a"]

@@ -32,6 +32,18 @@ def only(folder, name, other):
     return other
 
 
+@pytest.mark.filterwarnings("ignore:.* processes each train a whole copy")
+def test_a_strict_run_may_go_on_with_another_number_of_ranks(tmp_path):
+    dls = lambda: DataLoaders.from_datasets(make_data(24), bs=4, device="cpu")  # noqa: E731
+    fit(tmp_path / "whole", dls)
+    one = only(tmp_path / "whole", "fit0-epoch1-step4", tmp_path / "one")
+    set_seed(1)
+    learn = make_learner(dls(), cbs=CheckpointCallback(one, every=1, keep=100, resume=True, strict=True))
+    with learn.no_logging():
+        learn.fit(2)
+    assert learn.epoch == 1
+
+
 class Sums(Callback):
     """Adds up what its rank trains on, and says nothing of a state."""
 

@@ -268,6 +268,18 @@ def test_parts_of_dates_are_those_of_the_time_zone_that_was_learned(written):
         assert [row["d_day_of_week"] for row in rows] == list(days.dt.day_of_week)
 
 
+def test_dates_of_several_time_zones_are_read_where_one_was_learned():
+    days = pd.Series(pd.date_range("2024-03-01", periods=60, tz=ZONE))  # the clocks change in between
+    frame = pd.DataFrame({"d": days, "c": ["a", "b"] * 30, "y": [1, 2] * 30})
+    data = TabularData.from_df(frame, "y", "c", [], valid=None, dates="d")
+    frame.to_csv("frame.csv", index=False)
+    mixed = pd.Series([days[0].tz_convert("UTC"), *days[1:]], dtype=object)
+    for rows in (pd.read_csv("frame.csv"), frame.assign(d=mixed)):
+        assert same_tensors(data.encode(rows), data.train_ds.tensors[:2])
+    with raises(ValueError, "pandas.to_datetime(df['d'], errors='coerce', format=...), with utc=True for several"):
+        TabularData.from_df(pd.read_csv("frame.csv"), "y", dates=["d"])
+
+
 def test_dates_that_cannot_be_read_are_refused():
     frame = pd.DataFrame({"d": ["03/04/2024", "05/06/2024"] * 10, "y": [1, 2] * 10})
 
