@@ -137,7 +137,7 @@ def check_loss(learn: "Learner") -> None:
 
 
 def check_callback(learn: "Learner", cb: Any) -> None:
-    """Refuse an object that is not a callback, or cannot be added to this learner, or not in the middle of a fit."""
+    """Refuse an object that is not a callback, or a callback that cannot be added to this learner, or not now."""
     if not isinstance(cb, Callback):
         library = library_of(cb)
         raise TypeError(

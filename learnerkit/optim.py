@@ -467,12 +467,15 @@ def set_hyper(opt: Optimizer, name: str, values: float | Sequence[float], exempt
         key = _key(opt, group, name)
         if exempt and _place_of(i, group) in exempt:
             continue
-        if not isinstance(values, int | float) and _group_of(i, group) >= len(values):
+        if isinstance(values, int | float):
+            value = values
+        elif _group_of(i, group) < len(values):
+            value = values[_group_of(i, group)]
+        else:
             raise ValueError(
                 f"the optimizer has a group {i}, and there are values of {name!r} for {len(values)}: a group that is "
                 "added in the middle of a fit has no schedule; add it between fits"
             )
-        value = values if isinstance(values, int | float) else values[_group_of(i, group)]
         if key != name:
             group[key] = (value, *group[key][1:])
         elif isinstance(group[key], Tensor):

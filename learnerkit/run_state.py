@@ -46,7 +46,9 @@ TRAIN, TRAINED = "train", "trained"
 EPOCH, FIT = "epoch", "fit"
 """The places in a fit where a state is taken: in an epoch's training, after it, between two epochs, at the end."""
 
-_APART = ("CheckpointCallback", "DataParallelCallback", "DistributedCallback", "ProgressCallback")
+_APART = (
+    "CheckpointCallback", "DataParallelCallback", "DistributedCallback", "LeftBatch", "ProgressCallback", "StandIn",
+)  # fmt: skip
 """Callbacks that do not change the run, so that it may continue with or without them."""
 
 

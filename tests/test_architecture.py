@@ -419,11 +419,11 @@ BUDGETS = {
     "callbacks": 40_450, "parallel": 25_750, "data": 19_200, "scaling": 16_950, "preflight": 18_350, "sweep": 11_300,
     "launch": 13_850, "checkpoints": 13_700, "learner": 10_200, "inspection": 9_300, "metrics": 8_700,
     "loggers": 7_800, "images": 7_700, "optim": 7_350, "notebook": 7_200, "tabular": 7_050, "export": 6_600,
-    "losses": 6_300, "distributed": 5_800, "vision": 5_350, "run_state": 4_650, "language": 4_500, "processes": 4_800,
+    "losses": 6_300, "distributed": 5_800, "vision": 5_350, "run_state": 4_650, "language": 4_460, "processes": 4_800,
     "files": 4_250, "torch_internals": 3_550, "explain": 3_300, "utils": 2_050, "values": 1_330, "large": 2_600,
     "callback": 2_300, "clusters": 4_000, "arguments": 1_900, "__init__": 1_700, "datasets": 1_390, "shards": 1_030,
     "text": 700, "gradient_mean": 640, "endings": 580, "host_scalars": 870, "state": 520, "__main__": 300,
-    "events": 240, "marks": 70, "doctor": 30, "world": 20, "stores": 1_400,
+    "events": 240, "marks": 70, "doctor": 30, "world": 20, "stores": 1_440,
 }  # fmt: skip
 
 

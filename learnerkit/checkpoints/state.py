@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 
 BUDGET = "StepBudget"
-_OF_A_RUN = (BUDGET, "LeftBatch", "StandIn", "_MakeWhole")  # a run adds these by itself, some on several ranks alone
 """The name of the callback that may be added or removed when a fit is resumed."""
 
 
@@ -114,7 +113,7 @@ def forgetful(learn: "Learner") -> list[str]:
 
 def callback_changes(then: list[str], now: list[str]) -> list[str]:
     """Return the differences between the callbacks of a checkpoint and the present ones."""
-    gone, new = ([key for key in a if key not in (*b, *_OF_A_RUN)] for a, b in ((then, now), (now, then)))
+    gone, new = ([key for key in a if key not in (*b, BUDGET)] for a, b in ((then, now), (now, then)))
     kept, here = ([key for key in a if key in b] for a, b in ((then, now), (now, then)))
     moved = [key for key, other in zip(here, kept, strict=True) if key != other]
     lines = {"removed (their state is dropped)": gone, "added (they begin anew)": new, "reordered": moved}

@@ -26,7 +26,7 @@ from learnerkit.images.augmentation import ImageAugmentation
 from learnerkit.images.reading import ImageReader
 from learnerkit.images.targets import ReadImages, TargetReader, listed, transformed
 from learnerkit.processes.machine import usable_cores
-from learnerkit.stores.paths import local_folder
+from learnerkit.stores.paths import is_hidden, local_folder
 from learnerkit.text import did_you_mean, first_few
 from learnerkit.utils import suggests_keywords
 
@@ -432,12 +432,11 @@ def _pictures_in(folder: Path) -> list[str]:
     if not folder.is_dir():
         beside = sorted(p.name for p in folder.parent.iterdir() if p.is_dir()) if folder.parent.is_dir() else []
         raise FileNotFoundError(f"there is no folder {folder}; beside it there are: {first_few(beside) or 'none'}")
-    root = len(str(folder))
     paths = [
         path
         for place, _, names in os.walk(folder, followlinks=True)
         for path in (os.path.join(place, name) for name in names)
-        if path.lower().endswith(SUFFIXES) and f"{os.sep}." not in path[root:]  # hidden files and folders
+        if path.lower().endswith(SUFFIXES) and not is_hidden(path, folder)
     ]
     if not paths:
         raise FileNotFoundError(f"there are no pictures in {folder}; their names end in {', '.join(SUFFIXES)}")

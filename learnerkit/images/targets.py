@@ -74,7 +74,8 @@ class TargetReader:
             numbers = torch.tensor(torch.nan)
         if not numbers.isfinite().all():
             raise ValueError(f"got the target {y!r}; targets={self.kind!r} are finite numbers")
-        if width and (numbers.numel() % width or (numbers.numel() and numbers.ndim > 1 and numbers.shape[-1] != width)):
+        odd = numbers.shape[-1] != width if numbers.ndim > 1 else numbers.numel() % max(1, width)
+        if width and numbers.numel() and odd:
             raise ValueError(f"got the target {y!r}; targets={self.kind!r} are {width} numbers each")
         return numbers.reshape(-1, width) if width else numbers
 

@@ -19,7 +19,7 @@ from learnerkit.data.weights import sample_weights
 from learnerkit.export.reading import NoData
 from learnerkit.language.batches import IGNORED, EncodedTexts, Padded, TokenBlocks
 from learnerkit.language.codec import TextCodec, checked_texts, train_tokenizer
-from learnerkit.stores.paths import local_folder
+from learnerkit.stores.paths import is_hidden, local_folder
 from learnerkit.text import did_you_mean, first_few
 from learnerkit.utils import check_keywords
 
@@ -140,8 +140,8 @@ class TextData:
             ValueError: no files, files beside the folders of classes, or one that is not UTF-8.
         """
         root = local_folder(path)
-        files = sorted(file for file in root.rglob("*.txt") if classes is None or file.parent.name in classes)
-        files = [file for file in files if not any(part[0] == "." for part in file.relative_to(root).parts)]
+        texts = (file for file in root.rglob("*.txt") if not is_hidden(file, root))
+        files = sorted(file for file in texts if classes is None or file.parent.name in classes)
         if not files:
             among = "" if classes is None else f" among {first_few(classes)}"
             raise ValueError(f"there are no .txt files in folders of {root}{among}")

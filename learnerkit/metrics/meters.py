@@ -74,12 +74,13 @@ def _make_meter(metric: Any, name: str | None, loss_func: Any, classes: Any, tar
         if metric not in OWN:
             return NamedMeter(OfTorchmetrics(metric, loss_func, classes, targets), name or metric)
         metric = OWN[metric]
-    if isinstance(metric, type) and issubclass(metric, Metric):
+    if isinstance(metric, type):
+        if not issubclass(metric, Metric):
+            name = metric.__name__
+            raise TypeError(f"got the class {name} as a metric; pass an object of it: {name}(...)")
         metric = metric()
     if isinstance(metric, Metric):
         metric.use_loss(loss_func)
-    if isinstance(metric, type):
-        raise TypeError(f"got the class {metric.__name__} as a metric; pass an object of it: {metric.__name__}(...)")
     if why := libraries.refusal(metric):
         raise TypeError(f"got the metric {name or metric_name(metric)!r}: torchmetrics' {why}")
     if libraries.is_torchmetrics(metric) or (isinstance(metric, Metric) and metric.__dict__.get("_states")):

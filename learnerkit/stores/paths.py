@@ -204,6 +204,11 @@ def any_path(path: str | Path) -> AnyPath:
     return StorePath(url)
 
 
+def is_hidden(path: str | Path, folder: Path) -> bool:
+    """Tell whether a file in a folder is hidden, or in a hidden folder within it: its name begins with a dot."""
+    return f"{os.sep}." in str(path)[len(str(folder)) :]
+
+
 def local_folder(path: str | Path) -> Path:
     """Return the folder of a path; of a URL a copy of its objects, which the first process of a machine makes.
 

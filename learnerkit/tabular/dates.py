@@ -25,8 +25,8 @@ _DAYS = (
     "%Y/%m/%d", "%Y.%m.%d", "%d %b %Y", "%d-%b-%Y", "%b %d, %Y", "%d %B %Y", "%B %d, %Y",
     *(f"{day}{mark}{year}" for mark in "./-" for year in ("%Y", "%y") for day in (f"%d{mark}%m", f"%m{mark}%d")),
 )  # fmt: skip
-_OFFSET = r"(?:Z|[+-]\d\d:?\d\d)$"  # the end of a time with a zone
 _WAYS = (_ISO, *(day + time for day in _DAYS for time in ("", " %H:%M", " %H:%M:%S")))
+_OFFSET = r"(?:Z|[+-]\d\d:?\d\d)$"  # the end of a time with a zone
 
 
 @dataclass(frozen=True)
