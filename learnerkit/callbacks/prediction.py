@@ -340,7 +340,7 @@ def per_sample(loss_func: Any) -> Callable[..., Tensor]:
         takes_reduction = False
     if not takes_reduction:
         raise ValueError(
-            f"with_loss=True needs a loss that takes `reduction`, as torch's do; {loss_func!r} does not. "
+            f"with_loss=True needs a loss that takes `reduction`, as torch's do; {loss_name(loss_func)} does not. "
             "Compute the losses from the predictions and targets instead"
         )
     return partial(loss_func, reduction="none")

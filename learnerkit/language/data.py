@@ -332,7 +332,8 @@ def _numbered(labels: Iterable[Any], n: int) -> tuple[np.ndarray, list[Any]]:
     """Return the number of each label's class, and the classes, sorted."""
     labels = list(labels)
     array = np.asarray(labels)
-    mixed = [label for label in labels if not isinstance(label, str)] if array.dtype.kind == "U" else []
+    kinds = {"U": str, "O": str | int | np.generic}.get(array.dtype.kind, object)
+    mixed = [label for label in labels if not isinstance(label, kinds)]
     if array.shape != (n,) or array.dtype.kind not in "iubU" or mixed:
         among = f", {mixed[0]!r} among them," if mixed else ""
         raise ValueError(

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 FEW = 20
 """A column of whole numbers with at most so many different ones holds categories."""
 
+_TRUTH = {"true": True, "false": False}
 _KINDS = {bool: "numbers", int: "numbers", float: "numbers", str: "text"}
 
 
@@ -43,17 +44,22 @@ class Categories:
     def encode(self, column: "Series") -> np.ndarray:
         """Return the number of each value, int64.
 
-        If the column held only numbers in training, numbers that are written as text are read.
+        If the column held only numbers in training, numbers that are written as text are read; in the same way True and
+        False, in any case.
 
         Raises:
             ValueError: none of the values is of a kind (text, numbers, timestamps) that was there in training.
         """
         before = {_kind(value) for value in self.values}
+        is_truth = {*map(type, self.values)} == {bool}
+        if is_truth:
+            column = column.map(lambda value: _TRUTH.get(str(value).strip().lower(), value))
         codes, values = distinct(with_numbers(column) if before == {"numbers"} else column)
         now = {_kind(value) for value in values}
         if before and now and before.isdisjoint(now):
+            held = "truth values" if is_truth else " and ".join(before)
             raise ValueError(
-                f"column {self.name!r} held {' and '.join(before)} in training, such as {self.values[0]!r}, and now "
+                f"column {self.name!r} held {held} in training, such as {self.values[0]!r}, and now "
                 f"{' and '.join(now)}, such as {values[0]!r}; give it the type that it had"
             )
         numbers = {value: i for i, value in enumerate(self.values, 1)}

@@ -188,8 +188,9 @@ class TabularData:
     def _encoded(self, frame: "DataFrame") -> tuple[Tensor, Tensor]:
         columns = list[Any]([*self.cats, *self.conts])
         _check_columns(frame, [column.name for column in self.dates])
-        frame = frame.assign(**{k: v for column in self.dates for k, v in column.parts(frame[column.name]).items()})
-        _check_columns(frame, [column.name for column in columns])
+        parts = {k: v for column in self.dates for k, v in column.parts(frame[column.name]).items()}
+        _check_columns(frame, [column.name for column in columns if column.name not in parts])
+        frame = frame.assign(**parts)
         cats = [column.encode(frame[column.name]) for column in self.cats]
         numbers = {column.name: column.encode(frame[column.name]) for column in self.conts}
         conts = [z for z, _ in numbers.values()] + [numbers[column.name][1] for column in self._flagged]

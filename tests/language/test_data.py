@@ -34,6 +34,9 @@ def test_texts_have_labels_parts_and_classes():
         TextData.from_texts(texts, [0.5] * 60)
     with raises(ValueError, "nan among them", "text, whole numbers or truth values"):
         TextData.from_texts(texts, [float("nan"), *labels[1:]])
+    for given in (labels, [label == "food" for label in labels]):
+        with raises(ValueError, "got labels of type object and shape (60,), None among them, for 60 texts"):
+            TextData.from_texts(texts, [*given[1:], None])
     with raises(TypeError, "2 of 60 texts are no str, such as nan, at the places 0, 3 (from 0)", "put ''"):
         TextData.from_texts([float("nan"), *texts[1:3], None, *texts[4:]], labels)
     with raises(ValueError, "all texts have the class 1; there is nothing to learn"):

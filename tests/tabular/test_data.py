@@ -295,6 +295,9 @@ def test_dates_that_cannot_be_read_are_refused():
         make(d=["13/04/2024"] * 19 + ["soon"])
     with raises(ValueError, "column 'd_year' has the name of a part of 'd'"):
         make(d=pd.Timestamp("2024-01-01"), d_year=1)
+    data = TabularData.from_df(frame.assign(d=pd.date_range("2024-01-01", periods=20), n=1.0), "y", ["n"], dates=["d"])
+    with raises(ValueError, "there is no column 'n'; the frame has d, y"):
+        data.encode(pd.DataFrame({"d": ["2024-01-01"], "y": [1]}))
     with raises(ValueError, "column 'd' is named twice", "of dates"):
         TabularData.from_df(frame, "y", ["d"], dates=["d"])
 
@@ -365,6 +368,8 @@ def test_what_cannot_be_is_refused():
             make(**wrong)
     with raises(ValueError, "no column 'area'", "the frame has town"):
         data.encode(frame.drop(columns="area"))
+    with raises(ValueError, "'garden' held truth values in training, such as False, and now text, such as 'yes'"):
+        data.encode(frame.assign(garden="yes"))
     with raises(ValueError, "'town' held text in training, such as 'Bonn', and now numbers, such as 3"):
         data.encode(frame.assign(town=3))
     with raises(ValueError, "'area' is one of numbers", "'large'"):
@@ -390,18 +395,23 @@ def test_times_of_python_are_timestamps():
     assert column.encode(pd.Series([datetime(2020, 1, 2), None], name="t")).tolist() == [1, 0]
 
 
-def test_numbers_of_a_request_may_be_text():
+def test_numbers_and_truth_values_of_a_request_may_be_text():
     frame = pd.DataFrame({"age": [31.5, None, 40.0] * 20, "year": [2007, 2008] * 30, "sold": ["no", "yes"] * 30})
-    data = TabularData.from_df(frame, "sold", ["year"], ["age"], None)
+    frame["new"] = frame["year"] == 2008
+    data = TabularData.from_df(frame, "sold", ["year", "new"], ["age"], None)
     for given, meant in (
         ({"age": "31.5", "year": "2008"}, {"age": 31.5, "year": 2008}),
         ({"age": " 4e1 ", "year": "2008.0"}, {"age": 40.0, "year": 2008}),
         ({"age": "", "year": " "}, {"age": None, "year": None}),
         ({"age": "nan", "year": "1999"}, {"age": None, "year": 1999}),
+        ({"age": "40", "year": 2007, "new": "True"}, {"age": 40.0, "year": 2007, "new": True}),
+        ({"age": "40", "year": 2007, "new": " false"}, {"age": 40.0, "year": 2007, "new": False}),
+        ({"age": "40", "year": 2007, "new": 1}, {"age": 40.0, "year": 2007, "new": True}),
     ):
-        same_tensors(data.encode(given), data.encode(meant))
-        two = [{"age": 40.0, "year": 2007}]
-        same_tensors(data.encode([given, *two]), data.encode([meant, *two]))
+        given, meant = {"new": None} | given, {"new": None} | meant
+        assert same_tensors(data.encode(given), data.encode(meant))
+        two = [{"age": 40.0, "year": 2007, "new": False}]
+        assert same_tensors(data.encode([given, *two]), data.encode([meant, *two]))
     for column, value in (("age", "1,000"), ("age", "n/a"), ("year", "last")):
         with raises(ValueError, repr(column), repr(value)):
-            data.encode({"age": 1.0, "year": 2007} | {column: value})
+            data.encode({"age": 1.0, "year": 2007, "new": True} | {column: value})
