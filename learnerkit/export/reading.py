@@ -45,7 +45,7 @@ class _OfPrepared(DataLoaders):
         if _is_raw(first):
             raise ValueError(
                 f"got {reprlib.repr(first)}; this learner was loaded without data=, and takes prepared inputs: raw "
-                "ones need load_learner(..., data=...) with the class that prepared them: ImageData, TextData or TabularData"
+                "ones need load_learner(..., data=...) with what prepared them: ImageData, TextData or TabularData"
             )
         return super().test_dl(items, bs, **loader_kwargs)
 

@@ -400,6 +400,8 @@ class ImageDataLoaders(DataLoaders):
 def _check_names(labels: Iterable) -> None:
     if wrong := {str(label) for label in labels if not isinstance(label, str | Integral | np.bool_)}:
         raise ValueError(f"got the labels {first_few(sorted(wrong))}; labels are text or whole numbers")
+    if len({isinstance(label, str) for label in labels}) > 1:
+        raise ValueError("got labels of text and of numbers; all of them are text, or all are whole numbers")
 
 
 def _in_lists(samples: list[tuple[Any, ...]]) -> tuple:

@@ -128,6 +128,8 @@ def test_pictures_without_usable_labels_are_refused(folder):
     for label in (None, float("nan"), 1.5):
         with raises(ValueError, f"got the labels {label}; labels are text or whole numbers"):
             ImageData.from_items(["a.png", "b.png"], ["x", label])
+    with raises(ValueError, "got labels of text and of numbers"):
+        ImageData.from_items(["a.png", "b.png"] * 5, [1, "x"] * 5)
     with raises(ValueError, "got 2 pictures and 1 labels"):
         ImageData.from_items(["a.png", "b.png"], ["x"])
     with raises(ValueError, "got valid=2; it is a share between 0 and 1"):
