@@ -171,7 +171,7 @@ def make_parser(prog: str = "learnerkit.launch") -> Parser:
     add("--max-restarts", type=int, default=0, metavar="N", help="restart all processes after a failure, N times")
     add("--timeout", type=float, metavar="S", help="seconds to wait for a rank or a node before giving up (300)")
     add("--grace", type=float, metavar="S", help=f"seconds to stop in before being killed (default: {grace})")
-    add("--log-dir", type=Path, metavar="D", help="write output and whole tracebacks to D/attempt-0/rank-0.log ...")
+    add("--log-dir", type=Path, metavar="D", help="append output and whole tracebacks to D/attempt-0/rank-0.log ...")
     add("--tee", action="store_true", help="show the output line by line with the number of its rank, logged or not")
     add("--events", metavar="F", help="append a JSON line to F for each state of the run, for other programs")
     add("--heartbeat", metavar="F", help="set the time of F to that of the last movement, for liveness probes")

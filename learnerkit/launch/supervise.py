@@ -139,7 +139,8 @@ def run_attempt(job: Job, attempt: Attempt, signals: SignalQueue) -> Outcome:
     began, topology = time.monotonic(), attempt.topology
     ranks: list[Rank] = []
     signals = attempt.events.hearing(signals, ranks)
-    with Output(job.log_dir, topology, job.tee, job.quiet) as output, ExitStack() as guard:
+    output = Output(job.log_dir, topology, job.tee, job.quiet)
+    with ExitStack() as guard:
         try:
             start(job, attempt, output, ranks)
             guard.enter_context(guarded(ranks))
@@ -149,6 +150,8 @@ def run_attempt(job: Job, attempt: Attempt, signals: SignalQueue) -> Outcome:
             stop(ranks, signals, reason, job.grace, job.quiet)
         finally:
             kill(ranks)
+    asked = output.finish(signals)
+    reason = asked if reason is None else reason
     log_errors(ranks)
     if reason is None:  # A single rank may have got a signal, and told the others.
         reason = next(filter(None, map(stopped_by, ranks)), None)
@@ -184,6 +187,8 @@ class Output:
         self.folder = folder and folder / f"attempt-{topology.attempt}"
         self.tee = tee
         self._threads: list[threading.Thread] = []
+        self._terminal, self._ended = threading.Lock(), threading.Event()
+        self._shown = 0.0  # when the last line was
         if self.folder is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
             if not tee and not quiet:
@@ -197,28 +202,59 @@ class Output:
     def start(self, number: int, command: list[str], **options: Any) -> subprocess.Popen[bytes]:
         """Start the process of a rank with this output, in a new process group, to be ended with all that it starts."""
         log = self.log(number)
-        with log.open("wb", buffering=0) if log else nullcontext() as file:
-            stream: Any = subprocess.PIPE if self.tee else file
+        # What an earlier run has written there stays. The process itself writes, whatever becomes of the terminal.
+        with log.open("ab", buffering=0) if log else nullcontext() as file:
+            before = file.tell() if file else 0
+            stream: Any = subprocess.PIPE if self.tee and file is None else file
             options |= {"stdin": subprocess.DEVNULL, "stdout": stream, "stderr": stream and subprocess.STDOUT}
             process: subprocess.Popen[bytes] = subprocess.Popen(command, process_group=0, **options)
         if self.tee:
-            self._threads.append(threading.Thread(target=self._show, args=(number, process.stdout), daemon=True))
+            lines: IO[bytes] = process.stdout or open(log, "rb")  # type: ignore[arg-type]  # noqa: SIM115
+            if log is not None:
+                lines.seek(before)
+            self._threads.append(threading.Thread(target=self._show, args=(number, lines), daemon=True))
             self._threads[-1].start()
         return process
 
     def _show(self, number: int, lines: IO[bytes]) -> None:
-        with lines, open(self.log(number) or os.devnull, "ab", buffering=0) as file:
-            for line in lines:
-                file.write(line)
-                sys.stdout.buffer.write(f"[rank {number}] ".encode() + line.rstrip(b"\n") + b"\n")
-                sys.stdout.buffer.flush()
+        with lines:
+            for line in lines if self.folder is None else self._followed(lines):
+                try:
+                    with self._terminal:
+                        sys.stdout.buffer.write(f"[rank {number}] ".encode() + line.rstrip(b"\n") + b"\n")
+                        sys.stdout.buffer.flush()
+                except OSError as e:
+                    say(f"the output of the ranks is shown no more: {e.strerror}")
+                    # Python flushes what it has kept, at its end: docs.python.org/3/library/signal.html#note-on-sigpipe
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                    return  # without a log, a rank that prints fails, as it does without `tee`
+                self._shown = time.monotonic()
 
-    def __enter__(self) -> "Output":
-        return self
+    def _followed(self, file: IO[bytes]) -> Iterator[bytes]:
+        """Yield the lines of a file that grows until the ranks have ended."""
+        part, over = b"", False
+        while not over:
+            over = self._ended.is_set()
+            while (part := part + file.readline()).endswith(b"\n"):
+                yield part
+                part = b""
+            self._ended.wait(POLL_SECONDS)
+        if part:
+            yield part
 
-    def __exit__(self, *error: object) -> None:
-        for thread in self._threads:  # The ranks have ended, so that a last line comes.
-            thread.join(KILL_SECONDS)
+    def finish(self, signals: SignalQueue) -> int | None:
+        """Wait, once the ranks have ended, until all is shown; return the signal that has ended this, if one has.
+
+        A process that has left its rank's group may keep a pipe open: it is waited for some seconds.
+        """
+        self._ended.set()
+        self._shown = time.monotonic()
+        while any(thread.is_alive() for thread in self._threads):
+            if asked := [signum for signum in signals(POLL_SECONDS) if signum in ENDING_SIGNALS]:
+                return asked[0]
+            if not self._terminal.locked() and time.monotonic() > self._shown + KILL_SECONDS:
+                return None
+        return None
 
 
 def start(job: Job, attempt: Attempt, output: Output, ranks: list[Rank]) -> None:

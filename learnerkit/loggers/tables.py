@@ -28,8 +28,8 @@ class _FileLogger(Logger):
         self.fname = name_or_path(fname, "learn.path")
 
     def _path(self) -> Path:
-        """Return the path of the file, and make its folder."""
-        path = self.learn.path / self.fname if isinstance(self.fname, str) else self.fname
+        """Return the path of the file, to which links have led, and make its folder; the script may leave its own."""
+        path = (self.learn.path / self.fname if isinstance(self.fname, str) else self.fname).resolve()
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
 
@@ -57,6 +57,7 @@ class CSVLogger(_FileLogger):
 
     def _open(self) -> Path:
         path = self._path()
+        _check_regular(path)
         rows = _read(path) if self._id is not None or self.append else []
         if self._goes_back:
             rows = rows[: 1 + self._written]
@@ -82,7 +83,6 @@ class CSVLogger(_FileLogger):
 def _read(path: Path) -> list[list[str]]:
     if not path.exists():
         return []
-    _check_regular(path)
     try:
         with path.open(encoding="utf-8", newline="") as file:
             return list(csv.reader(file))
@@ -91,9 +91,9 @@ def _read(path: Path) -> list[list[str]]:
 
 
 def _check_regular(path: Path) -> None:
-    """Refuse what is no file: reading from a pipe may never end."""
-    if not path.is_file():
-        raise ValueError(f"{path} cannot be continued, as it is no regular file; give another name")
+    """Refuse what is there and no file: reading from a pipe may never end, and a device must not be replaced."""
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} cannot be continued or replaced, as it is no regular file; give another name")
 
 
 def _replace(path: Path, rows: list[list[str]]) -> None:

@@ -24,7 +24,7 @@ from learnerkit.launch.cli import Plan, choose_processes, parse
 from learnerkit.launch.environment import Topology, rank_environment
 from learnerkit.launch.gpus import gpu_names, listed_gpus
 from learnerkit.launch.rendezvous import Elastic, Static
-from learnerkit.launch.supervise import CAUSE_SECONDS, Job
+from learnerkit.launch.supervise import CAUSE_SECONDS, KILL_SECONDS, Job
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "tests" / "scripts"
@@ -632,22 +632,55 @@ def test_each_rank_and_attempt_has_a_file_of_its_own(launched, tmp_path):
         "if os.environ['RANK'] > attempt:\n"
         "    raise ValueError('\\x1b[2J')\n"
     )
-    options = ["--nproc", 2, "--max-restarts", 1, "--log-dir", "logs"]
-    for tee in ([], ["--tee"]):
-        code, out, err = launched(*options, *tee, "talk.py", cwd=tmp_path).finish()
+    for logs, *tee in (["logs"], ["shown", "--tee"]):
+        options = ["--nproc", 2, "--max-restarts", 1, "--log-dir", logs, *tee]
+        code, out, err = launched(*options, "talk.py", cwd=tmp_path).finish()
         assert code == 0
         lines = says(err)
         if not tee:
-            goes = [f"learnerkit.launch: output goes to {Path('logs', f'attempt-{k}', 'rank-*.log')}" for k in (0, 1)]
+            goes = [f"learnerkit.launch: output goes to {Path(logs, f'attempt-{k}', 'rank-*.log')}" for k in (0, 1)]
             assert [lines.pop(0), lines.pop()] == goes
-        assert lines[0].endswith(f" s ({Path('logs', 'attempt-0', 'rank-1.log')}):")
+        assert lines[0].endswith(f" s ({Path(logs, 'attempt-0', 'rank-1.log')}):")
         assert lines[-1] == "learnerkit.launch: attempt 2 of 2"
         expected = [f"[rank {n}] {line}" for n in "01" for line in (f"out of {n}", "no line end")] * 2 if tee else []
         assert sorted(out.splitlines()) == sorted(expected)
-        logs = {str(p.relative_to(tmp_path / "logs")): p.read_text() for p in (tmp_path / "logs").glob("*/*")}
-        assert logs.pop("attempt-0/rank-1.log").endswith("ValueError: \\x1b[2J\n")
+        said = {str(p.relative_to(tmp_path / logs)): p.read_text() for p in (tmp_path / logs).glob("*/*")}
+        assert said.pop("attempt-0/rank-1.log").endswith("ValueError: \\x1b[2J\n")
         expected = {f"attempt-{k}/rank-{n}.log": f"out of {n}\nno line end" for k, n in ((0, 0), (1, 0), (1, 1))}
-        assert logs == expected
+        assert said == expected
+
+
+TALK = "import os\nfor i in range(2000):\n    print(os.environ['RANK'], i, 'x' * 100)\n"  # more than a pipe holds
+
+
+@pytest.mark.parametrize("options", [["--log-dir", "logs"], pytest.param([], marks=pytest.mark.slow)], ids=["log", ""])
+def test_a_terminal_that_stands_still_loses_no_line(launched, tmp_path, options):
+    (tmp_path / "talk.py").write_text(TALK)
+    process = launched("--nproc", 2, "--tee", *options, "talk.py", cwd=tmp_path)
+    logs, end = [tmp_path / f"logs/attempt-0/rank-{n}.log" for n in "01"], time.monotonic() + LIMIT
+    while options and not all(log.exists() and log.read_text().count("\n") == 2000 for log in logs):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    time.sleep(KILL_SECONDS + 1)
+    code, out, err = process.finish()
+    assert (code, says(err)) == (0, [])
+    expected = [f"[rank {n}] {n} {i} {'x' * 100}" for n in "01" for i in range(2000)]
+    assert sorted(out.splitlines()) == sorted(expected)
+
+
+def test_a_terminal_that_is_gone_ends_ranks_without_a_log_only(launched, tmp_path):
+    (tmp_path / "talk.py").write_text(TALK)
+    for options in (["--log-dir", "logs"], []):
+        process = launched("--nproc", 2, "--tee", *options, "talk.py", cwd=tmp_path, stdout=subprocess.PIPE)
+        process.stdout.readline()
+        process.stdout.close()
+        err, code = process.stderr.read(), process.wait(LIMIT)
+        assert says(err)[0] == "learnerkit.launch: the output of the ranks is shown no more: Broken pipe"
+        assert "Exception in thread" not in err
+        assert (code == 0) == bool(options), err
+    assert [log.read_text().count("\n") for log in (tmp_path / "logs/attempt-0").iterdir()] == [2000, 2000]
+    assert launched("--log-dir", "logs", "talk.py", cwd=tmp_path).finish()[0] == 0
+    assert (tmp_path / "logs/attempt-0/rank-0.log").read_text().count("\n") == 4000  # nothing is overwritten
 
 
 def test_usr1_is_passed_on_and_term_lets_the_script_save(launched):

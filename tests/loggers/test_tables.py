@@ -271,7 +271,7 @@ def test_lines_that_were_cut_are_written_again_and_a_pipe_is_refused(tmp_path):
     path = tmp_path / "other" / "history.jsonl"
     path.unlink()
     os.mkfifo(path)
-    with raises(ValueError, "history.jsonl cannot be continued", "no regular file"):
+    with raises(ValueError, "history.jsonl cannot be continued or replaced", "no regular file"):
         run(tmp_path / "other", resume=True)
 
 
@@ -290,6 +290,21 @@ def test_a_name_stays_in_its_folder_and_a_path_is_taken_as_it_is(tmp_path):
     assert len(table(tmp_path / "c" / "history.csv")) == 1
     with raises(ValueError, "got every=0"):
         JSONLogger(every=0)
+
+
+def test_a_table_goes_where_a_link_leads_and_stays_there(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link.csv").symlink_to(tmp_path / "disk" / "table.csv")
+    there = Callback(before_train=lambda cb: os.chdir(tmp_path / "disk"))
+    learner(CSVLogger(Path("link.csv")), there).fit(2)
+    assert (tmp_path / "link.csv").is_symlink()
+    assert len(table(tmp_path / "disk" / "table.csv")) == 2
+    assert [p.name for p in (tmp_path / "disk").iterdir()] == ["table.csv"]
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("disk", "pipe"):
+        with raises(ValueError, f"{tmp_path / name} cannot be continued or replaced, as it is no regular file"):
+            learner(CSVLogger(tmp_path / name)).fit(1)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["disk", "link.csv", "pipe"]
 
 
 def test_without_a_recorder_it_is_refused():
