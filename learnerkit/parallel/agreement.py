@@ -252,8 +252,9 @@ class Agreement:
             if "after_batch" in dispatch.stopped:
                 dispatch.resume("after_batch")  # on one process the event's other callbacks run, too
             if self.pending is not None:
-                self.watch.tell("leaving", self.votes)
-            if self.pending is not None or self.watch.called == self.votes:
+                self.watch.tell("leaving", (self.votes, learn.iter))
+            # A slower rank first comes to the same batch, at which it may leave by itself.
+            if self.pending is not None or learn.iter >= self.watch.called.get(self.votes, math.inf):
                 self.vote()
             return
         if learn.train_iter >= self.alone_from:

@@ -59,7 +59,7 @@ class Watch:
 
     Attributes:
         failure: the first failure of any rank, if one is known.
-        called: the number of the vote to which another rank, which has left validation, calls all ranks.
+        called: by the number of a vote, the index of the batch of validation after which a rank calls the others to it.
         passed: returns the number of the last point of its batches that this rank has reached; called in another
             thread.
     """
@@ -70,7 +70,7 @@ class Watch:
         self.others = set(range(self.ranks)) - {self.rank}
         self.store: dist.Store = dist.PrefixStore(f"learnerkit/watch/run-{_runs[0]}", distributed.store())
         self.failure: Ending | None = None
-        self.called = -1
+        self.called: dict[int, int] = {}
         self.passed: Callable[[], int] = lambda: -1
         self.heartbeats: dict[int, Heartbeat] = {}  # the heartbeats of the ranks of this machine
         self._main = threading.get_ident()
@@ -169,7 +169,8 @@ class Watch:
                     self._over.wait(GRACE_SECONDS)
                     self.hang_up(Ending.of(about))
                 case "leaving":
-                    self.called = about
+                    vote, batch = about
+                    self.called[vote] = min(batch, self.called.get(vote, batch))
                 case "report?":
                     self._inbox.set(f"{about}/{self.rank}", json.dumps(self.report()))
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from helpers import mostly_slow, step_gradient
 from launching import SCRIPTS, environment, in_time
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import learnerkit
 from learnerkit import (
@@ -419,6 +419,26 @@ def test_hooks_that_a_cancel_of_training_has_stopped_are_not_called_in_validatio
 def test_all_callbacks_hear_of_a_batch_of_validation_that_is_cancelled_after_its_end():
     everyone, leave = tuple(range(N)), throw(CancelBatchException())
     assert_equals_alone(lambda: make_learner(Do("after_batch", leave, everyone, training=False)), epochs=1)
+
+
+@on_ranks
+@pytest.mark.parametrize(("event", "rows"), [("after_batch", 12), ("before_batch", 8)])
+def test_a_validation_that_all_ranks_cut_short_has_read_the_same_batches(event, rows):
+    def limit(cb):
+        if not cb.training and cb.iter == 2:
+            raise CancelValidException
+
+    learn = make_learner()
+    learn.dls = DataLoaders(learn.dls.train, DataLoader(make_data(40), 4))
+    with learn.distrib_ctx(**OPTIONS), learn.no_logging():
+        for slow in range(N):  # it hears of the others' end before it comes to its own
+            waits = Callback(after_pred=lambda cb, slow=slow: slow == RANK and time.sleep(0.1))
+            cbs = [Callback(**{event: limit}), waits]
+            assert len(learn.get_preds(cbs=cbs)[0]) == rows
+            losses = learn.validate(cbs=cbs)
+            x, y = make_data(40)[:rows]
+            expected = nn.functional.cross_entropy(learn.model(x), y).item()
+            torch.testing.assert_close(losses[0], expected, rtol=1e-9, atol=1e-9)
 
 
 @on_ranks
