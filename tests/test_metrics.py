@@ -66,6 +66,9 @@ def test_where_the_classes_may_be_either_dimension_metrics_ask():
         expected = float(F.cross_entropy(scores.movedim(axis, 1), target).exp())
         assert evaluate(perplexity(axis=axis), (1, 1), scores, target)["perplexity"] == pytest.approx(expected)
         assert accuracy(scores, scores.argmax(axis), axis=axis) == 1
+    expected = float(F.cross_entropy(scores, target).exp())
+    found = evaluate(perplexity(), (1, 1), scores, target, nn.CrossEntropyLoss())  # which takes dimension 1 alone
+    assert found["perplexity"] == pytest.approx(expected)
 
 
 def evaluate(metrics, sizes=(3, 1), pred=PRED, target=TARGET, loss_func=None):
@@ -377,6 +380,21 @@ def test_a_metric_that_computes_a_dict_has_a_column_for_each_number_in_it():
     assert learn.validate()[2:] == [pytest.approx(low), pytest.approx(high)]
     with pytest.raises(ValueError, match=r"two metrics are named \['high', 'low'\]"), learn.no_logging():
         make_learner(metrics=[Extremes(), type("Others", (Extremes,), {})()]).fit(1)
+
+
+class Both(Extremes):
+    def compute(self):
+        return torch.stack([self.low, self.high])
+
+
+def test_a_metric_that_computes_a_vector_has_a_column_for_each_number_in_it():
+    target = make_data(4, seed=1).tensors[1]
+    learn = make_learner(metrics=[Both(), mae])
+    with learn.no_logging():
+        learn.fit(2)
+        learn.fit(1, cbs=TrackerCallback("both_1"))
+    assert learn.recorder.metric_names[3:] == ["both_0", "both_1", "mae", "time"]
+    assert learn.recorder.values[0][2:4] == [pytest.approx(target.min().item()), pytest.approx(target.max().item())]
 
 
 # Shares of targets: what is decoded, and what counts

@@ -58,6 +58,8 @@ class GatherPredictions(Callback):
             return
         check_predictions(learn)
         pred = learn.pred
+        if pred is None:  # the batch was cancelled
+            return
         xb = learn.xb
         yb = learn.yb
         if learn.dls.batch_dim != 0:
@@ -89,7 +91,7 @@ class GatherPredictions(Callback):
         batches = gather_batches(self._batches, self.learn.n_ranks > 1, self._on)
         self._batches = []
         if batches is not None and not batches:
-            raise ValueError("there is nothing to predict: the loader gave no batches")
+            raise ValueError("there is nothing to predict: the loader gave no batches, or a callback cancelled them")
         joined: dict[str, Any] = concat(batches) if batches else {}  # Without batches, this rank asked for nothing.
         preds = joined.get("preds")
         items = [_single(joined.get("inputs"))] if self.with_input else []

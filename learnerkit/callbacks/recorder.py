@@ -787,7 +787,7 @@ def check_monitor(learn: "Learner", name: str) -> None:
     recorder = learn.recorder
     columns = recorder.metric_names[1 : -1 if recorder.add_time else None]
     columns += dict.fromkeys(name for cb in learn.cbs for name in cb.logs if name not in columns)
-    if name not in columns and not any(meter.may_have_columns for meter in recorder._valid_meters):
+    if name not in columns and not any(meter.may_have(name) for meter in recorder._valid_meters):
         missing = " and, without a validation loader, none of validation" if learn.dls.valid is None else ""
         near = did_you_mean(name, columns, cutoff=0.5)  # low enough to find 'valid_mae' for 'mae'
         raise ValueError(

@@ -39,6 +39,7 @@ from learnerkit.values import describe
 
 _WITHOUT_WORKERS: dict[str, Any] = {"timeout": 0, "prefetch_factor": None, "multiprocessing_context": None}
 _READING = ("num_workers", "collate_fn", "pin_memory", "worker_init_fn", *_WITHOUT_WORKERS)  # the options for reading
+_FIXED = "the loaders of DataLoaders stay as they are; for others write learn.dls = DataLoaders(train, valid)"
 _TRAIN_ONLY = ("sampler", "batch_sampler", "drop_last")
 
 
@@ -221,10 +222,18 @@ class DataLoaders:
         """The training loader."""
         return self.loaders[0]
 
+    @train.setter
+    def train(self, loader: Any) -> None:
+        raise AttributeError(_FIXED)
+
     @property
     def valid(self) -> Any:
         """The validation loader, or `None`."""
         return self.loaders[1]
+
+    @valid.setter
+    def valid(self, loader: Any) -> None:
+        raise AttributeError(_FIXED)
 
     def __getitem__(self, i: int) -> Any:
         if not isinstance(i, int):

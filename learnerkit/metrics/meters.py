@@ -153,11 +153,12 @@ class Meter:
         self.columns = list(value)
         return list(value.values())
 
-    @property
-    def may_have_columns(self) -> bool:
-        """Tell whether the metric computes a dict whose keys are not known yet."""
-        made = signature(self.metric.compute).return_annotation if hasattr(self.metric, "compute") else None
-        return self.columns == [self.name] and (get_origin(made) or made) is dict
+    def may_have(self, column: str) -> bool:
+        """Tell whether this may be a column of a dict or a vector that the metric has not computed yet."""
+        if self.columns != [self.name] or not hasattr(self.metric, "compute"):
+            return False
+        made = signature(self.metric.compute).return_annotation
+        return (get_origin(made) or made) is dict or column.rpartition("_")[0] == self.name
 
     def result(self, sharded: bool) -> float | dict[str, float]:
         """Return the metric over all batches; if `sharded`, over all ranks, each of which must reach this.
@@ -190,11 +191,15 @@ class Meter:
         """Restore this rank's state, after a reset."""
 
     def numbers(self, value: Any) -> float | dict[str, float]:
-        """Return `value` as a float, or the numbers in a dict by column; it may have other entries, such as lists.
+        """Return `value` as a float, or several numbers by column.
+
+        Those of a dict have its keys, and it may have other entries, such as lists; those of a tensor have their index.
 
         Raises:
-            ValueError: it is neither a single number nor a dict.
+            ValueError: it is neither a single number nor a dict or a tensor (n,).
         """
+        if isinstance(value, Tensor) and value.ndim == 1 and len(value) > 1:
+            return {f"{self.name}_{i}": each for i, each in enumerate(value.tolist())}
         if not isinstance(value, Mapping):
             return self.scalar(value)
         return {f"{self._prefix}{key}": float(each) for key, each in value.items() if _is_number(each)}

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from learnerkit.data.batches import concat, on_host
-from learnerkit.losses import loss_option, unwrap_partial
+from learnerkit.losses import is_cross_entropy, loss_option, unwrap_partial
 from learnerkit.metrics.functions import class_axis, counts, decoded_pair, wide
 
 
@@ -145,7 +145,9 @@ class perplexity(_MeanOf):
         Raises:
             ValueError: no `axis`, and both dimension 1 and the last may be the classes.
         """
-        axis = class_axis(pred, target, "perplexity") if self.axis is None else self.axis
+        axis = self.axis
+        if axis is None:  # torch's loss has taken these predictions, with the classes in dimension 1
+            axis = 1 if is_cross_entropy(self._loss_func) else class_axis(pred, target, "perplexity")
         ignored = self.ignore_index
         if ignored is None:
             ignored = loss_option(self._loss_func, "ignore_index", -100)

@@ -488,6 +488,17 @@ def test_predict_has_the_precision_of_the_learner_and_needs_no_torch_loader():
         learn.add_cb(raising("before_batch", CancelBatchException())).predict(x[1])
 
 
+def test_batches_that_a_callback_cancels_are_left_out():
+    learn = make_learner(make_dls(valid=12))
+    skip = raising("before_batch", CancelBatchException(), lambda cb: cb.iter == 1)
+    pred, target = learn.get_preds(cbs=skip)
+    whole = learn.get_preds()
+    for given, one in zip((pred, target), whole, strict=True):
+        assert torch.equal(given, torch.cat([one[:4], one[8:]]))
+    with pytest.raises(ValueError, match="there is nothing to predict: .* or a callback cancelled them"):
+        learn.get_preds(dl=[torch.ones(2, 4)], cbs=raising("before_batch", CancelBatchException()))
+
+
 def test_predict_takes_the_only_entry_of_what_is_no_tensor():
     class Detector(nn.Module):
         def forward(self, x):

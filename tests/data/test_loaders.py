@@ -4,9 +4,10 @@ from collections import namedtuple
 
 import pytest
 import torch
+from helpers import Seen, make_dls, make_learner
 from torch.utils.data import Dataset, IterableDataset, RandomSampler, SequentialSampler, TensorDataset
 
-from learnerkit import DataLoaders
+from learnerkit import Callback, DataLoaders
 from learnerkit.data.rows import RowsLoader
 
 Pair = namedtuple("Pair", "a b")
@@ -54,6 +55,17 @@ def test_loaders_are_found_by_name_and_number():
     with pytest.raises(IndexError, match="no loader 1"):
         DataLoaders(train)[1]
     assert dls.device == torch.device("cpu")
+
+
+def test_other_loaders_need_another_object():
+    learn, other = make_learner(make_dls(8)), make_dls(16)
+    for name in ("train", "valid"):
+        with pytest.raises(AttributeError, match=r"stay as they are; for others write learn.dls = DataLoaders\("):
+            setattr(learn.dls, name, other.train)
+    swap = Callback(before_epoch=lambda cb: setattr(cb.learn, "dls", other) if cb.epoch else None)
+    seen = Seen()
+    learn.fit(2, cbs=[swap, seen])
+    assert [n for training, n in seen.lengths if training] == [2, 4]
 
 
 def test_one_batch_leaves_the_generators_alone():
