@@ -89,8 +89,11 @@ def traced(predictor: Predictor, args: tuple, kwargs: dict[str, Any], size: int,
             shapes = map_batch(shape, inputs, lambda x: None)
             program = export(predictor, args, kwargs, dynamic_shapes=shapes, strict=False)
     except Exception as e:
+        why = in_one_line(e).rstrip(".")
+        if "your code specialized it to be a constant" in str(e):
+            why = "its code makes a constant of the number of samples, as len(x) and int() do; x.shape[0] does not"
         raise CheckpointError(
-            f"torch.export cannot take {type(predictor.model).__name__}: {in_one_line(e).rstrip('.')}. Its weights "
+            f"torch.export cannot take {type(predictor.model).__name__}: {why}. Its weights "
             f"alone can always be exported: learn.export({safe_name!r})"
         ) from e
     torch_internals.forget_guards(program)
@@ -278,7 +281,8 @@ def _check(part: Any, key: str) -> None:
         for name, value in part.items():
             if name == "metadata" and all(isinstance(text, str) for text in value.values()):
                 continue  # Metadata is about the code of the model.
-            if not _NAME.fullmatch(name):
+            # A size that follows from another has a range, too, such as `12 - s20`; torch looks these names up alone.
+            if not (_ARITHMETIC if key == "range_constraints" else _NAME).fullmatch(name):
                 raise _refused("the name", name)
             _check(value, name)
     elif isinstance(part, list):

@@ -22,6 +22,7 @@ from learnerkit.files import CheckpointError, name_or_any_path, replacing, save_
 from learnerkit.inspection.undoing import give_shapes, trial
 from learnerkit.marks import collective
 from learnerkit.stores.paths import AnyPath
+from learnerkit.text import did_you_mean
 from learnerkit.utils import unwrap, warn
 from learnerkit.values import map_batch, tensors_in
 
@@ -57,6 +58,8 @@ def exported_path(fname: Any, folder: Path) -> AnyPath:
         )
     if not isinstance(fname, str):
         raise ValueError(f"got the path {str(path)!r}, whose end says no format: let it be {kinds}")
+    if len(path.suffix) > 3 and (near := did_you_mean(path.suffix, SUFFIXES)):  # 'v1.2' is a name
+        raise ValueError(f"got {path.name!r}, whose end is none of {kinds}{near}")
     return path.with_name(path.name + files.SAFETENSORS)
 
 

@@ -32,10 +32,10 @@ class Pair(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.body = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 3))
+        self.body = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 3))
 
     def forward(self, a, b):
-        return self.body(a - 2 * b)
+        return self.body(torch.cat([a, 2 * b], 1))
 
 
 class Named(Pair):
@@ -206,6 +206,8 @@ def test_names_say_what_is_written(tmp_path):
     with pytest.raises(ValueError, match="whose end says no format"):
         learn.export(Path("a"))
     assert load_learner(str(learn.export(f"{tmp_path}/there/a.safetensors")), make_model).path == Path(".")
+    with pytest.raises(ValueError, match="got 'net.onxx', whose end is none of .*; did you mean '.onnx'"):
+        learn.export("net.onxx")
     with pytest.raises(ValueError, match="has no '..'"):
         learn.export("../a.pt2")
     with pytest.raises(ValueError, match="a plain name inside"):
@@ -227,12 +229,15 @@ class Odd(nn.Module):
             return self.body(x) if float(x.sum()) > 0 else -self.body(x)
         if self.what == "calls":
             return self.body(x) + self.calls
+        if self.what == "length":
+            return self.body(x).view(len(x), 1)
         return self.body(x).reshape(4, 1)
 
 
 @pytest.mark.parametrize(
     ("what", "message"),
     [("values", "torch.export cannot take Odd: "), ("size", "torch.export cannot take Odd: "),
+     ("length", r"torch.export cannot take Odd: its code makes a constant of .* as len\(x\).*; x.shape\[0\] does not"),
      pytest.param("calls", r"the exported program does not predict as the model does \(other values\)")],
 )  # fmt: skip
 def test_what_torch_cannot_export_is_said_first_and_an_old_file_stays(what, message):
