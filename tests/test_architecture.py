@@ -418,7 +418,7 @@ def test_code_tokens_are_counted_right():
 BUDGETS = {
     "callbacks": 40_450, "parallel": 25_800, "data": 19_050, "scaling": 16_950, "preflight": 18_350, "sweep": 11_300,
     "launch": 13_950, "checkpoints": 13_700, "learner": 10_200, "inspection": 9_300, "metrics": 8_700,
-    "loggers": 7_800, "images": 7_700, "optim": 7_350, "notebook": 7_050, "tabular": 7_150, "export": 6_650,
+    "loggers": 7_800, "images": 7_700, "optim": 7_350, "notebook": 7_040, "tabular": 7_150, "export": 6_660,
     "losses": 6_300, "distributed": 5_800, "vision": 5_350, "run_state": 4_650, "language": 4_460, "processes": 4_800,
     "files": 4_250, "torch_internals": 3_550, "explain": 3_300, "utils": 2_050, "values": 1_330, "large": 2_600,
     "callback": 2_300, "clusters": 4_000, "arguments": 1_900, "__init__": 1_700, "datasets": 1_390, "shards": 1_030,
