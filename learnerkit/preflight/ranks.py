@@ -126,8 +126,9 @@ def _check_call(learn: "Learner", n: int, steps: int) -> None:
             f"check_distributed starts processes of its own, and this one is rank {distributed.rank()} of "
             f"{distributed.world_size()} already: call it in a plain `python` process or a notebook, without a launcher"
         )
-    if learn.task is not None:
-        raise RuntimeError(f"check_distributed was called during {learn.task!r}; call it between two runs")
+    within = "distrib_ctx" if vars(learn)["_workers"] else learn.task  # of a notebook, whose store a fork would end
+    if within is not None:
+        raise RuntimeError(f"check_distributed was called during {within!r}; call it before, or between two runs")
     if "fork" not in multiprocessing.get_all_start_methods():
         raise RuntimeError(f"check_distributed forks processes, which {sys.platform} cannot; use Linux, macOS or WSL")
 

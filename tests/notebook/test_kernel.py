@@ -845,6 +845,9 @@ with learn.distrib_ctx(nproc=1):
 with learn.distrib_ctx(nproc=2):
     with pytest.raises(ValueError, match="the learner is distributed already"):
         learn.distrib_ctx(nproc=2)
+    with pytest.raises(RuntimeError, match="check_distributed was called during 'distrib_ctx'; call it before"):
+        learn.check_distributed(n=2)
+    learn.fit(1)
 """)
     assert shown.error == "", shown.traceback
 
