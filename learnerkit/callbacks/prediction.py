@@ -107,7 +107,7 @@ def _check_rows(name: str, item: Any, size: int) -> None:
     """Refuse an item with parts that belong to a batch rather than to its samples: other ranks have other batches."""
     lengths = set(_lengths(item))
     if len(lengths) > 1 or 0 in lengths:
-        shown = " and ".join(map(str, sorted(lengths)))
+        shown = " and ".join(str(n or "no") for n in sorted(lengths))
         raise ValueError(
             f"the {name} of a batch of {size} samples have parts of {shown} rows, and on several ranks only what has "
             "as many rows in all its parts can be joined; "

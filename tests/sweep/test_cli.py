@@ -66,7 +66,7 @@ def test_kills_and_errors_cost_one_trial_each(search):
     write_config(maxCombo=16, seed=4)
     code, printed = search().end()
     assert (code, printed.count("\n")) == (2, 1)
-    assert "sweeps/c has a search with another seed: give --dir for a new one" in printed
+    assert "sweeps/c has a search in which seed was different: give --dir for a new one" in printed
     assert os.listdir("sweeps/c/running") == []
 
 
@@ -210,7 +210,7 @@ def test_a_module_that_runs_in_the_present_folder(search):
     assert Path("seen").read_text() == "xx"
     assert re.search(r"  LEARNERKIT_PARAMS='.*' python -m own\n", printed)
     code, printed = search("--dir", "found", "c.json", "-m", "own", script=None).end()
-    assert (code, "has a search with another --here" in printed) == (2, True)
+    assert (code, "has a search in which --here was different" in printed) == (2, True)
 
 
 @pytest.mark.parametrize(
