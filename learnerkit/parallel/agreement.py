@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from time import monotonic
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 import torch
 
@@ -193,8 +194,6 @@ class Agreement:
 
         A weaker reason of this rank is kept for the next vote. The caller raises the exception: raised here, its
         traceback would hold this frame, which holds the exception.
-
-        It is not raised here, since its traceback would have this frame, which has it.
         """
         reason, own = kind(), self.pending
         if strength(own) >= strength(reason):
@@ -218,13 +217,17 @@ class Agreement:
         where = where or f"a collective in {self.event}"
         if learn._dispatch is not None:
             where += f" ({learn.task})"
+        # Numbers take one collective, where objects take two: their lengths, and then they themselves.
+        own = torch.tensor([*self.flags(), learn.train_iter, crc32(where.encode())], dtype=torch.float64)
         with distributed.before_collective(None):
-            everyone = distributed.all_gather((self.flags(), learn.train_iter, where), among="votes")
-        flags, iterations, places = zip(*everyone, strict=True)
-        # A rank that has left a batch early has not counted it; the counter must not stay behind the others'.
-        learn.train_iter = max(iterations)
-        self.obey(list(map(max, *flags)))
-        if len(set(places)) > 1:
+            everyone = torch.stack(distributed.all_gather(own, among="votes"))
+            *flags, train_iter, place = everyone.amax(0).tolist()
+            # A rank that has left a batch early has not counted it; the counter must not stay behind the others'.
+            learn.train_iter = int(train_iter)
+            self.obey(flags)
+            if (everyone[:, -1] == place).all():
+                return
+            places = distributed.all_gather(where, among="votes")
             by_rank = ", ".join(f"rank {rank} is at {place}" for rank, place in enumerate(places))
             raise distributed.not_together(f"the ranks have come to different places: {by_rank}")
 

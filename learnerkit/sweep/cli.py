@@ -99,7 +99,8 @@ def begin(folder: Path, config: Config, command: Command) -> Command:
         own = [name for key, name in names.items() if own_before[key] != plan["command"][key]]
         if changed := [*changes(before.data, config.data), *own]:
             raise ValueError(
-                f"{folder} has a search in which {changed[0]} was different: give --dir for a new one, or remove that directory"
+                f"{folder} has a search in which {changed[0]} was different: give --dir for a new one, or remove that "
+                "directory"
             )
         plan["command"]["search"] = own_before["search"] or command.search
         temporary = folder / f"sweep.json.{os.getpid()}.tmp"
