@@ -555,7 +555,7 @@ class Learner(RunState):
         """
         arguments.check_fit(self, n_epoch, start_epoch, n_steps)
         parallel.warn_outside_context(self)
-        if "LEARNERKIT_REPORT" in os.environ:  # `python -m learnerkit.launch --report` sets it
+        if os.environ.pop("LEARNERKIT_REPORT", ""):  # `python -m learnerkit.launch --report` sets it
             with self.added_cbs(cbs):
                 self.scaling_report()
             raise SystemExit(0)

@@ -50,6 +50,8 @@ def main() -> None:
     code = 0
     try:
         run_as_main(sys.argv[1:])
+        if "LEARNERKIT_REPORT" in os.environ and os.environ["RANK"] == "0":  # the first fit takes it away
+            sys.exit("there is no report: the script has ended, and no Learner has called fit (or fit_one_cycle, ...)")
     except BaseException as error:
         if os.getpid() != process_id:  # a child that the script has forked reports its error by itself
             raise
