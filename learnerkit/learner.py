@@ -1152,12 +1152,13 @@ class Learner(RunState):
         if not overrides(self, "_step") and arguments.needs_closure(self.opts):
             arguments.check_closure(self)
             vars(self)["_step"] = self._step_by_closure
-        wd = self.wd if wd is None else wd
         by_opt = optim.group_rates(self.opt, lr, self._named_lr, functools.partial(optim.settled, self))
         for opt, rates in zip(self.opts, by_opt, strict=True):
             optim.set_rates(opt, rates)
-            if wd is not None:
-                optim.set_decay(opt, unwrap(self.model), wd, self.wd_bn_bias)
+            optim.restore_decay(opt)
+            for decay in (self.wd, wd):  # patterns for one fit leave the other parameters the Learner's
+                if decay is not None:
+                    optim.set_decay(opt, unwrap(self.model), decay, self.wd_bn_bias)
 
     def _say_step(self) -> None:
         """Print once the number of samples in a step of several batches."""
@@ -1661,9 +1662,10 @@ class Learner(RunState):
     def state_dict(self) -> dict[str, Any]:
         """Return the state on which the rest of a run depends, as torch's `Stateful` objects do.
 
-        It can be called between fits, and in a fit at the events between two optimizer steps: then the next `fit` after
-        `load_state_dict`, of this learner or of an equal one in another process, continues from there. On several ranks
-        every rank must reach this.
+        It can be called between fits, and in a fit at the events between two optimizer steps, in a callback after all
+        others (order=1000), whose states would lack this event: then the next `fit` after `load_state_dict`, of this
+        learner or of an equal one in another process, continues from there. On several ranks every rank must reach
+        this.
 
         Returns:
             A dict of plain values, tensors and arrays, which `torch.save` writes. As in torch, tensors are those of the

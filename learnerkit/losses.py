@@ -863,7 +863,8 @@ def check_predictions(learn: "Learner") -> None:
 
 def check_shapes(loss_func: Any, pred: Any, yb: tuple) -> None:
     """Refuse predictions and targets that an elementwise loss would silently broadcast."""
-    if len(yb) != 1 or not is_one_of(loss_func, ELEMENTWISE):
+    others = (nn.PoissonNLLLoss, F.poisson_nll_loss, nn.KLDivLoss, F.kl_div)  # their predictions are logarithms
+    if len(yb) != 1 or not is_one_of(loss_func, (*ELEMENTWISE, *others)):
         return
     target = yb[0]
     if isinstance(pred, Tensor) and isinstance(target, Tensor) and pred.shape != target.shape:

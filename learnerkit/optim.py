@@ -44,7 +44,9 @@ OPTIONS = "splitter_options"
 """Group key: the options that the splitter gave for the group."""
 BASE = "base_lr"
 """Group key: the rate that the group was made with, which its `lr_scale` multiplies."""
-NOTES = (GROUP, COUNT, WHOLE, PLACES, OPTIONS, BASE)
+DECAY = "base_weight_decay"
+"""Group key: the decay that the group had before `set_decay`, for a fit for which none is given."""
+NOTES = (GROUP, COUNT, WHOLE, PLACES, OPTIONS, BASE, DECAY)
 """The keys above, which no optimizer reads."""
 
 _NORMS = (StatisticsNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
@@ -657,6 +659,7 @@ def set_decay(opt: Optimizer, model: nn.Module, wd: float | Mapping[str, float],
     """
     for group in opt.param_groups:
         _key(opt, group, "weight_decay")
+        group.setdefault(DECAY, group["weight_decay"])
     owners = {id(p): group for group in opt.param_groups for p in group["params"]}
     bare = set[int]()
     if isinstance(wd, Mapping):
@@ -674,6 +677,13 @@ def set_decay(opt: Optimizer, model: nn.Module, wd: float | Mapping[str, float],
             places[id(p) in bare, -decays[id(p)]].append(place)
         parts += [_part(i, group, places[key]) | {"weight_decay": -key[1]} for key in sorted(places)]
     opt.param_groups[:] = parts
+
+
+def restore_decay(opt: Optimizer) -> None:
+    """Give groups the weight decay that they had before `set_decay`."""
+    for group in opt.param_groups:
+        if DECAY in group:
+            group["weight_decay"] = group.pop(DECAY)
 
 
 def decays_by_name(wd: Mapping[str, float], model: nn.Module) -> dict[int, float]:
@@ -862,6 +872,13 @@ def _check_state(saved: dict, opt: Optimizer, groups: list[dict]) -> None:
     if not all(isinstance(key, str) and _torchs_kind(opt) is None for key in strays):
         raise ValueError(f"its optimizer has a state of parameters that it does not number: {first_few(strays)}")
     for i, (group, theirs) in enumerate(zip(groups, saved["param_groups"], strict=True)):
+        # Flags, and options that torch chooses, have come with its versions, and get a default.
+        needs = [name for name, value in opt.defaults.items() if not (value is None or isinstance(value, bool))]
+        if lacks := [name for name in needs if name not in theirs]:
+            kind = type(opt).__name__
+            raise ValueError(
+                f"group {i} of its optimizer has no {first_few(lacks)}, which {kind} needs: it is another's"
+            )
         for name, value in theirs.items():
             is_free = name in _PLAIN and value is None  # torch chooses the option then
             if name in group and name != "params" and not is_free and not _is_like(value, group[name]):

@@ -114,7 +114,7 @@ def check_moment(learn: "Learner") -> None:
     if where:
         raise RuntimeError(
             f"learn.state_dict() was called {where}; call it between two fits, or in before_fit, after_batch (if "
-            "self.step_due), after_train or after_epoch, in a callback with order > 0"
+            "self.step_due), after_train or after_epoch, in a callback after all others (order=1000)"
             " (errors.html#learner-state)"
         )
 

@@ -411,7 +411,7 @@ def test_no_gradient_flows_through_a_count():
 ELEMENTWISE = [nn.MSELoss(), nn.L1Loss(), nn.SmoothL1Loss(), nn.HuberLoss(), F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss]  # fmt: skip  # noqa: E501
 
 
-@pytest.mark.parametrize("loss_func", ELEMENTWISE)
+@pytest.mark.parametrize("loss_func", [*ELEMENTWISE, nn.PoissonNLLLoss(), F.kl_div])
 @pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize(("pred", "target"), [((32, 1), (32,)), ((32,), (32, 1)), ((32, 3), (32, 1)), ((4, 2), (2, 4))])
 def test_shapes_that_an_elementwise_loss_would_broadcast(loss_func, wrapped, pred, target):

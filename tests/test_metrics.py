@@ -69,6 +69,10 @@ def test_where_the_classes_may_be_either_dimension_metrics_ask():
     expected = float(F.cross_entropy(scores, target).exp())
     found = evaluate(perplexity(), (1, 1), scores, target, nn.CrossEntropyLoss())  # which takes dimension 1 alone
     assert found["perplexity"] == pytest.approx(expected)
+    shares = torch.rand(2, 5, 3).softmax(1)
+    expected = float(F.cross_entropy(scores[..., :3], shares).exp())
+    found = evaluate(perplexity(), (1, 1), scores[..., :3], shares, nn.CrossEntropyLoss())
+    assert found["perplexity"] == pytest.approx(expected)
 
 
 def evaluate(metrics, sizes=(3, 1), pred=PRED, target=TARGET, loss_func=None):
@@ -274,6 +278,9 @@ def test_meters_have_the_names_of_their_metrics():
     assert make_meters(None) == []
     with pytest.raises(ValueError, match="two metrics are named \\['accuracy'\\]"):
         make_meters([accuracy, accuracy])
+    for name in ("valid_loss", "train_loss", "epoch", "time"):
+        with pytest.raises(ValueError, match=f"a metric is named '{name}', a column of the table; name it: metrics="):
+            make_meters({name: accuracy})
     with pytest.raises(TypeError, match="got the metric 3"):
         make_meters(3)
     with pytest.raises(TypeError, match="got the class Linear as a metric; pass an object of it: Linear"):

@@ -759,6 +759,18 @@ def test_wd_is_given_by_patterns_of_names():
     assert {float(s["step"]) for s in opt.state.values()} == {4.0}
 
 
+@pytest.mark.parametrize("wd", [None, 0.1, {"*bias": 0.0}])
+def test_a_decay_for_one_fit_leaves_later_fits_the_learners(wd):
+    learn = make_learner(model=norm_model(), opt_func=AdamW, lr=0.01, wd=wd)
+    learn.fit(1)
+    before = by_name(learn, "weight_decay")
+    for other in (0.5, {"*": 0.3}, {"3.weight": 0.2}):
+        learn.fit(1, wd=other)
+        assert by_name(learn, "weight_decay")["3.weight"] in (0.5, 0.3, 0.2)
+        learn.fit(1)
+        assert by_name(learn, "weight_decay") == before
+
+
 def test_wd_by_names_does_what_torch_does_with_such_groups():
     learn, model = make_learner(opt_func=AdamW, lr=0.01, wd={"*bias": 0.2, "0.*": 0.5}), make_model()
     learn.fit(2)
@@ -1237,6 +1249,16 @@ KINDS = [
     (AdamW, {"fused": True, "amsgrad": True}), (SGD, {"momentum": 0.9, "fused": True}),
     (torch.optim.Adagrad, {"fused": True}), (torch.optim.RMSprop, {"momentum": 0.9, "centered": True}),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "of"), [(torch.optim.Adam, torch.optim.SGD), (torch.optim.SGD, AdamW)])
+def test_the_state_of_another_class_of_optimizer_is_refused(kind, of):
+    _, saved = stepped(of)
+    _, opt = stepped(kind)
+    before = copy.deepcopy(opt.state_dict())
+    with pytest.raises(ValueError, match=f"group 0 of its optimizer has no .*, which {kind.__name__} needs"):
+        optim.load_state(opt, saved.state_dict())
+    assert opt.state_dict()["param_groups"] == before["param_groups"]
 
 
 @pytest.mark.parametrize(("kind", "options"), KINDS, ids=lambda x: x.__name__ if isinstance(x, type) else "-".join(x))

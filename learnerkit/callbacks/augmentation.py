@@ -118,7 +118,7 @@ class _Mixing(_Drawing):
         from torchvision.transforms import v2
 
         self.alpha = alpha
-        self._mix = getattr(v2, kind)(alpha=alpha)
+        self._mix = getattr(v2, kind)(alpha=float(alpha))  # its distribution has none for whole numbers
         self._place = (0, 1)  # its index among the callbacks of this kind, and their number
         self._mixed: tuple[Tensor, Tensor] | None = None  # a sample's own share, and the other sample's index
         self._others: tuple = ()  # the other samples' targets

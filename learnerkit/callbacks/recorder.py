@@ -425,12 +425,14 @@ class Recorder(Callback):
             weight: the weight of the value in the mean.
 
         Raises:
-            ValueError: a tensor that is not a single number, or the name of another column.
+            ValueError: a value that is not a single number, or the name of another column.
         """
         if isinstance(value, Tensor):
             if value.numel() != 1:
                 raise ValueError(f"log_metric({name!r}) got {describe(value)}; it takes one number")
             value = value.detach().clone().reshape(())  # a copy: it is read later, when the tensor may have changed
+        elif not hasattr(value, "__float__"):
+            raise ValueError(f"log_metric({name!r}) got {describe(value)}; it takes one number")
         if name not in self.logged:
             if name in (*self._names(), "epoch", "time"):
                 raise ValueError(f"log_metric got {name!r}, which is a column already; choose another name")

@@ -189,6 +189,8 @@ class ParamScheduler(Callback):
 
     def __init__(self, scheds: Mapping[str, Schedule | Sequence[Schedule] | Mapping[Any, Any]]) -> None:
         super().__init__()
+        if not isinstance(scheds, Mapping):
+            raise TypeError(f"got {scheds!r}; it is a dict by hyper-parameter, such as {{'lr': SchedCos(1e-3, 0)}}")
         self.scheds = {name: optim.listed(sched) for name, sched in scheds.items()}
         self.hps: dict[str, list[float]] = {}
         self._by_opt: list[dict[str, Any]] = []

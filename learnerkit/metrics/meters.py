@@ -50,8 +50,11 @@ def make_meters(metrics: Any, loss_func: Any = None, classes: Any = None, target
 
 
 def check_columns(meters: Iterable["Meter"]) -> None:
-    """Refuse metrics with columns of the same name."""
+    """Refuse metrics with columns of the same name, or with those that the table has anyway."""
     names = [name for meter in meters for name in meter.columns]
+    for name in ("epoch", "train_loss", "valid_loss", "time"):
+        if name in names:
+            raise ValueError(f"a metric is named {name!r}, a column of the table; name it: metrics={{'name': metric}}")
     repeated = {n for n in names if names.count(n) > 1}
     if repeated:
         raise ValueError(

@@ -152,7 +152,8 @@ class perplexity(_MeanOf):
         if ignored is None:
             ignored = loss_option(self._loss_func, "ignore_index", -100)
         total = F.cross_entropy(pred.movedim(axis, 1), target, ignore_index=ignored, reduction="sum")
-        self._add(total, (target != ignored).sum())
+        is_probability = target.is_floating_point()  # each target is then a vector, along the axis of the classes
+        self._add(total, target.numel() // pred.shape[axis] if is_probability else (target != ignored).sum())
 
     def compute(self) -> Tensor:
         """Return the exponential of the mean."""

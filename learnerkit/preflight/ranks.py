@@ -70,7 +70,8 @@ def check_distributed(learn: "Learner", n: int = 2, steps: int = 5, timeout: flo
         n: processes, 2 or more.
         steps: training batches, at most.
         timeout: seconds for all of it.
-        kwargs: further arguments of `DistributedCallback`, such as `wrap` or `find_unused_parameters`.
+        kwargs: further arguments of `DistributedCallback`, such as `wrap` or `find_unused_parameters`; the check itself
+            sets `split_batches`, `sync_bn` and `timeout`.
 
     Returns:
         Whether both are equal up to rounding (`TOLERANCE`).

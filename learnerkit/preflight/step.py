@@ -372,11 +372,12 @@ def judge_loss(loss_func: Any, pred: Any, loss: Tensor, doubt: str = "") -> list
 
 
 def judge_count(learn: "Learner") -> str:
-    """Say what is wrong with the count of a model's own loss: two uneven parts of the batch must combine to the whole.
+    """Say what is wrong with the count of a model's own loss, or with the user's.
 
-    If they cannot be compared, say what is not known of the count; '' if all is well. The learner stays as it is.
+    Two uneven parts of the batch must combine to the whole. If they cannot be compared, say what is not known of the
+    count; '' if all is well. The learner stays as it is.
     """
-    if learn._loss_weighting.own is None:
+    if learn._loss_weighting.own is None and learn.loss_weight is None:
         return ""
     batch = (learn.xb, learn.yb)
     size = learn.batch_size

@@ -170,6 +170,12 @@ def test_alpha_is_above_0(alpha):
         MixUp(alpha)
 
 
+@pytest.mark.parametrize("kind", [MixUp, CutMix])
+def test_alpha_may_be_a_whole_number(kind):
+    assert kind(1).alpha == 1
+    assert kind(1)._mix._dist.sample().shape == kind(1.0)._mix._dist.sample().shape
+
+
 # Transforms of batches
 
 

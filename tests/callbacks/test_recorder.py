@@ -402,6 +402,14 @@ def test_a_logged_name_that_is_taken_is_refused(name):
         learn.fit(1)
 
 
+@pytest.mark.parametrize("value", ["a", None, [1]])
+def test_a_logged_value_that_is_no_number_is_refused_where_it_is_logged(value):
+    learn = learner(cbs=Callback(after_batch=lambda cb: cb.learn.log_metric("q", value)))
+    with pytest.raises(ValueError, match=r"log_metric\('q'\) got .*; it takes one number") as caught:
+        learn.fit(1)
+    assert "after_batch" in caught.value.__notes__[0]
+
+
 @pytest.mark.parametrize("value", [torch.ones(2), torch.ones(0), torch.ones(2, 2)])
 def test_a_logged_value_is_one_number(value):
     learn = learner(cbs=Callback(after_batch=lambda cb: cb.learn.log_metric("x", value)))

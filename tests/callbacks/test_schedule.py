@@ -250,6 +250,11 @@ def test_a_schedule_of_several_numbers_says_how_groups_have_theirs(peak):
         combined_cos(0.25, peak, peak, peak)
 
 
+def test_schedules_are_given_by_the_name_of_what_they_set():
+    with pytest.raises(TypeError, match=r"got SchedLin\(.*; it is a dict by hyper-parameter, such as {'lr': "):
+        ParamScheduler(SchedLin(1.0, 0.0))
+
+
 @pytest.mark.parametrize("kind", [np.float32, torch.tensor])
 def test_a_schedule_may_return_any_kind_of_number(kind):
     learn = learner(

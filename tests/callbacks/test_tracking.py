@@ -456,6 +456,12 @@ def test_saved_files_have_the_names_that_are_given(tmp_path):
     assert {p.name for p in (tmp_path / "there").iterdir()} == {"best.pt", "best_0.pt", "best_1.pt"}
     with pytest.raises(ValueError, match=r"'\.\./x'"):
         SaveModelCallback(fname="../x")
+    for name in ("net", "net.pth", "net.safetensors"):
+        follow(SaveModelCallback(fname=name, every_epoch=True), [3])
+    assert {p.name for p in (tmp_path / "models").iterdir() if p.name.startswith("net")} == {
+        "net_0.pth",
+        "net_0.safetensors",
+    }
     for every in (-1, 0.5, "2"):
         with pytest.raises(ValueError, match=f"every_epoch={every!r}; it is True, False or a number"):
             SaveModelCallback(every_epoch=every)

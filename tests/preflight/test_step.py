@@ -307,6 +307,9 @@ def tokens(n=6, padding=0, **kwargs):
 def test_the_count_of_a_models_own_loss_is_compared_on_two_parts_of_the_batch(capsys):
     assert checked(capsys, tokens(padding=-100), True)[0]["loss"][0] == "ok"
     assert checked(capsys, tokens(loss_weight=lambda y: (y != 0).sum()), True)[0]["loss"][0] == "ok"
+    mark, text = checked(capsys, tokens(loss_weight="samples"), True)[0]["loss"]
+    assert mark == "??"
+    assert "two parts of the batch, weighed by the 2 and 4 that they count, make" in text
     mark, text = checked(capsys, tokens(), True)[0]["loss"]
     assert mark == "??"
     assert "two parts of the batch, weighed by the 10 and 20 that they count, make" in text
