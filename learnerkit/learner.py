@@ -595,7 +595,7 @@ class Learner(RunState):
         Args:
             lr_max: the peak rate; default the Learner's `lr`.
             div: the first rate is lr_max / div.
-            div_final: the last rate is lr_max / div_final.
+            div_final: the rate at the end is lr_max / div_final; the last step is one step before it.
             pct_start: the share of the steps on the way up.
             moms: momentum at the start, the peak and the end; default the Learner's. Optimizers without momentum are
                 left alone.
@@ -635,7 +635,7 @@ class Learner(RunState):
         Arguments that are not named here are those of `fit`.
 
         Args:
-            div_final: the last rate is lr / div_final.
+            div_final: the rate at the end is lr / div_final; the last step is one step before it.
             pct_start: the share of the steps at the constant rate.
 
         Raises:

@@ -124,6 +124,11 @@ def test_pixels_that_do_not_count_are_left_out():
     target[:] = 255
     assert math.isnan(evaluate(Dice, (4,), scores, target, ignores)["dice"])
     assert math.isnan(Dice().compute())
+    for wrong in (-1, [0, 1.5], "a"):
+        with pytest.raises(ValueError, match="they are the numbers of classes, from 0"):
+            Dice(wrong)
+    with pytest.raises(ValueError, match=r"iou is of the classes \[7\], and the predictions have 3"):
+        IoU(7).update(torch.zeros(1, 3, 2, 2), torch.zeros(1, 2, 2, dtype=torch.int64))
 
 
 def test_dice_takes_one_logit_for_each_pixel():

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from learnerkit.data.batches import concat, on_host
 from learnerkit.losses import is_cross_entropy, loss_option, unwrap_partial
 from learnerkit.metrics.functions import class_axis, counts, decoded_pair, wide
+from learnerkit.utils import listify
 
 
 class Metric:
@@ -173,6 +174,9 @@ class Dice(Metric):
             all. With one logit for each pixel there is one class, 0.
         ignore_index: pixels whose target has this number do not count.
         name: the column; by default the class's name in lower case.
+
+    Raises:
+        ValueError: `classes` that are no such numbers.
     """
 
     tallies: Tensor
@@ -181,7 +185,10 @@ class Dice(Metric):
         self, classes: Sequence[int] | None = None, ignore_index: int | None = None, name: str | None = None
     ) -> None:
         super().__init__(name)
-        self.classes, self.ignore_index = classes, ignore_index
+        self.classes = None if classes is None else listify(classes)
+        if not all(isinstance(number, int) and number >= 0 for number in self.classes or ()):
+            raise ValueError(f"got classes={classes!r}; they are the numbers of classes, from 0, such as [1, 2]")
+        self.ignore_index = ignore_index
         self._loss_func: Any = None
         self.add_state("tallies", 0)
 
@@ -197,13 +204,15 @@ class Dice(Metric):
             target: numbers of classes (n, ...), or for a binary cross-entropy 0 and 1.
 
         Raises:
-            ValueError: predictions that have no classes.
+            ValueError: predictions that have no classes, or not those that were named.
         """
         counted = counts(target, self._loss_func)
         if self.ignore_index is not None:
             counted = counted & (target != self.ignore_index)
         predicted, actual = decoded_pair(pred, target, None, self._loss_func, self.name)
         first, n = (1, 2) if predicted.dtype == torch.bool else (0, pred.numel() // max(1, target.numel()))
+        if self.classes and max(self.classes) >= n - first:
+            raise ValueError(f"{self.name} is of the classes {self.classes}, and the predictions have {n - first}")
         predicted, actual = predicted.flatten().long(), actual.flatten().long()
         counted = counted.flatten()
 
@@ -219,7 +228,7 @@ class Dice(Metric):
         """Return the mean over the classes; NaN where there is none."""
         if not self.tallies.ndim:
             return math.nan
-        met, predicted, actual = wide(self.tallies if self.classes is None else self.tallies[:, list(self.classes)])
+        met, predicted, actual = wide(self.tallies if self.classes is None else self.tallies[:, self.classes])
         both = predicted + actual
         return self._shares(met, both)[both > 0].mean()
 
