@@ -66,6 +66,9 @@ ELEMENTWISE = (
 )  # fmt: skip
 """Losses that compare predictions and targets element by element."""
 
+_BROADCAST = (*ELEMENTWISE, nn.PoissonNLLLoss, F.poisson_nll_loss, nn.KLDivLoss, F.kl_div)
+"""Those, and the losses that do so with predictions that are logarithms."""
+
 NLL = (nn.NLLLoss, F.nll_loss)
 """Losses that take logarithms of probabilities."""
 
@@ -863,8 +866,7 @@ def check_predictions(learn: "Learner") -> None:
 
 def check_shapes(loss_func: Any, pred: Any, yb: tuple) -> None:
     """Refuse predictions and targets that an elementwise loss would silently broadcast."""
-    others = (nn.PoissonNLLLoss, F.poisson_nll_loss, nn.KLDivLoss, F.kl_div)  # their predictions are logarithms
-    if len(yb) != 1 or not is_one_of(loss_func, (*ELEMENTWISE, *others)):
+    if len(yb) != 1 or not is_one_of(loss_func, _BROADCAST):
         return
     target = yb[0]
     if isinstance(pred, Tensor) and isinstance(target, Tensor) and pred.shape != target.shape:

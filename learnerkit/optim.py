@@ -871,11 +871,11 @@ def _check_state(saved: dict, opt: Optimizer, groups: list[dict]) -> None:
     # Other optimizers may keep more, under names.
     if not all(isinstance(key, str) and _torchs_kind(opt) is None for key in strays):
         raise ValueError(f"its optimizer has a state of parameters that it does not number: {first_few(strays)}")
+    # Flags, and options that torch chooses, have come with its versions, and get a default.
+    needs = [name for name, value in opt.defaults.items() if not (value is None or isinstance(value, bool))]
+    kind = type(opt).__name__
     for i, (group, theirs) in enumerate(zip(groups, saved["param_groups"], strict=True)):
-        # Flags, and options that torch chooses, have come with its versions, and get a default.
-        needs = [name for name, value in opt.defaults.items() if not (value is None or isinstance(value, bool))]
         if lacks := [name for name in needs if name not in theirs]:
-            kind = type(opt).__name__
             raise ValueError(
                 f"group {i} of its optimizer has no {first_few(lacks)}, which {kind} needs: it is another's"
             )
@@ -891,7 +891,7 @@ def _check_state(saved: dict, opt: Optimizer, groups: list[dict]) -> None:
                 if not _is_kept(value, expected) and not (value is None and isinstance(opt, SGD)):
                     raise ValueError(
                         f"its optimizer keeps as {printable(repr(name))} for parameter {number} "
-                        f"{_described(value)}, and {type(opt).__name__} keeps {_described(expected)}"
+                        f"{_described(value)}, and {kind} keeps {_described(expected)}"
                     )
 
 

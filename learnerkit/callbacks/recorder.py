@@ -24,6 +24,7 @@ from learnerkit.host_scalars import WeighedScalars
 from learnerkit.losses import check_predictions, counted_parts
 from learnerkit.marks import collective
 from learnerkit.metrics import DEPENDS_ON_CUT, AccumMetric, Meter, check_columns, make_meters, weighted_mean
+from learnerkit.metrics.meters import is_number
 from learnerkit.text import columns, did_you_mean, escaped_line, format_time
 from learnerkit.utils import listify
 from learnerkit.values import describe, map_batch
@@ -427,12 +428,10 @@ class Recorder(Callback):
         Raises:
             ValueError: a value that is not a single number, or the name of another column.
         """
-        if isinstance(value, Tensor):
-            if value.numel() != 1:
-                raise ValueError(f"log_metric({name!r}) got {describe(value)}; it takes one number")
-            value = value.detach().clone().reshape(())  # a copy: it is read later, when the tensor may have changed
-        elif not hasattr(value, "__float__"):
+        if not is_number(value):
             raise ValueError(f"log_metric({name!r}) got {describe(value)}; it takes one number")
+        if isinstance(value, Tensor):
+            value = value.detach().clone().reshape(())  # a copy: it is read later, when the tensor may have changed
         if name not in self.logged:
             if name in (*self._names(), "epoch", "time"):
                 raise ValueError(f"log_metric got {name!r}, which is a column already; choose another name")

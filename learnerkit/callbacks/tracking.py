@@ -19,7 +19,7 @@ from learnerkit.callbacks.schedule import check_nobody_schedules
 from learnerkit.callbacks.training import NamedState, StepBudget, StepCounter
 from learnerkit.endings import mark
 from learnerkit.events import CancelException, CancelFitException
-from learnerkit.files import SAFETENSORS, name_or_any_path, place_of
+from learnerkit.files import name_or_any_path, place_of
 from learnerkit.host_scalars import HostScalars
 from learnerkit.marks import collective
 from learnerkit.stores.paths import AnyPath
@@ -186,12 +186,8 @@ class SaveModelCallback(TrackerCallback):
         if not self.every_epoch:
             self.take_row()
         elif self.learn.epoch % self.every_epoch == 0:
-            file, number = self.fname, f"_{self.learn.epoch}"
-            if isinstance(file, str):
-                end = next((end for end in (".pth", SAFETENSORS) if file.endswith(end)), "")
-                self._save(file.removesuffix(end) + number + end)
-            else:
-                self._save(file.with_stem(file.stem + number))
+            file: Any = place_of(self.learn, self.fname)
+            self._save(file.with_stem(f"{file.stem}_{self.learn.epoch}"))
 
     @collective
     def take_row(self) -> bool:

@@ -253,7 +253,7 @@ class Output:
             if asked := [signum for signum in signals(POLL_SECONDS) if signum in ENDING_SIGNALS]:
                 return asked[0]
             if not self._terminal.locked() and time.monotonic() > self._shown + KILL_SECONDS:
-                return None
+                break
         return None
 
 

@@ -161,7 +161,8 @@ class Meter:
         if self.columns != [self.name] or not hasattr(self.metric, "compute"):
             return False
         made = signature(self.metric.compute).return_annotation
-        return (get_origin(made) or made) is dict or column.rpartition("_")[0] == self.name
+        name, _, index = column.rpartition("_")
+        return (get_origin(made) or made) is dict or (name == self.name and index.isdecimal())
 
     def result(self, sharded: bool) -> float | dict[str, float]:
         """Return the metric over all batches; if `sharded`, over all ranks, each of which must reach this.
@@ -205,7 +206,7 @@ class Meter:
             return {f"{self.name}_{i}": each for i, each in enumerate(value.tolist())}
         if not isinstance(value, Mapping):
             return self.scalar(value)
-        return {f"{self._prefix}{key}": float(each) for key, each in value.items() if _is_number(each)}
+        return {f"{self._prefix}{key}": float(each) for key, each in value.items() if is_number(each)}
 
     def scalar(self, value: Any) -> float:
         """Return `value` as a float.
@@ -213,7 +214,7 @@ class Meter:
         Raises:
             ValueError: it is not a single number.
         """
-        if _is_number(value):
+        if is_number(value):
             return float(value)
         raise ValueError(
             f"metric {self.name!r} returned {describe(value)}; a metric returns a number or a tensor with one element "
@@ -221,7 +222,8 @@ class Meter:
         )
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Tell whether a value is a number, or a tensor with one element."""
     return value.numel() == 1 if isinstance(value, Tensor) else hasattr(value, "__float__")
 
 
