@@ -407,6 +407,8 @@ def test_a_metric_that_computes_a_vector_has_a_column_for_each_number_in_it():
         learn.fit(1, cbs=TrackerCallback("both_1"))
     assert learn.recorder.metric_names[3:] == ["both_0", "both_1", "mae", "time"]
     assert learn.recorder.values[0][2:4] == [pytest.approx(target.min().item()), pytest.approx(target.max().item())]
+    with pytest.raises(ValueError, match="got monitor='both_high'; this fit's columns are"):
+        learn.fit(1, cbs=TrackerCallback("both_high"))
 
 
 # Shares of targets: what is decoded, and what counts
