@@ -67,7 +67,7 @@ ELEMENTWISE = (
 """Losses that compare predictions and targets element by element."""
 
 _BROADCAST = (*ELEMENTWISE, nn.PoissonNLLLoss, F.poisson_nll_loss, nn.KLDivLoss, F.kl_div)
-"""Those, and the losses that do so with predictions that are logarithms."""
+"""Losses that torch broadcasts when predictions and targets have different shapes."""
 
 NLL = (nn.NLLLoss, F.nll_loss)
 """Losses that take logarithms of probabilities."""
