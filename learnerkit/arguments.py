@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from inspect import isroutine, signature
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -34,10 +35,15 @@ def check_count(name: str, value: Any, what: str = "a whole number", least: int 
         raise ValueError(f"got {name}={given}; it is {what}, {least} or more")
 
 
+def check_number(name: str, value: Any, is_allowed: Callable[[Any], bool], what: str) -> None:
+    """Refuse a value that is not a number, or that `is_allowed` refuses; `what` describes those that are allowed."""
+    if not isinstance(value, Real) or isinstance(value, bool) or not is_allowed(value):
+        raise ValueError(f"got {name}={value!r}; it is {what}")
+
+
 def check_positive(name: str, value: Any) -> None:
     """Refuse a value that is not a number above 0."""
-    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
-        raise ValueError(f"got {name}={value!r}; it is a number above 0")
+    check_number(name, value, lambda number: number > 0, "a number above 0")
 
 
 _SEAMS = {
@@ -70,7 +76,7 @@ def check_subclass(kind: type, base: type) -> None:
                 )
 
 
-def check_learner(dls: Any, model: Any, loss_func: Any, opt_func: Any) -> None:
+def check_learner(dls: Any, model: Any, loss_func: Any, opt_func: Any, splitter: Any) -> None:
     """Refuse arguments of the wrong type."""
     if not isinstance(dls, DataLoaders):
         library, loaders = library_of(dls), "DataLoaders(train, valid) or DataLoaders.from_datasets"
@@ -82,6 +88,8 @@ def check_learner(dls: Any, model: Any, loss_func: Any, opt_func: Any) -> None:
         raise TypeError(f"model is {model!r}; pass an nn.Module{hint}")
     if loss_func is not None and (not callable(loss_func) or isinstance(loss_func, type)):
         raise TypeError(f"loss_func is {loss_func!r}; pass a function or a module, such as nn.CrossEntropyLoss()")
+    if splitter is not None and not callable(splitter):
+        raise TypeError(f"splitter is {splitter!r}; pass a function of the model that returns lists of parameters")
     if isinstance(opt_func, Optimizer):
         name = type(opt_func).__name__
         raise TypeError(
@@ -251,12 +259,16 @@ def check_in_step(learn: "Learner") -> None:
         )
 
 
-def three(name: str, value: Any) -> tuple[float, float, float]:
-    """Return three numbers; refuse any other value."""
+def momenta(value: Any) -> tuple[float, float, float]:
+    """Return a cycle's momentum at the start, the peak and the end; refuse what is not three numbers from 0 to 1."""
     try:
         start, peak, end = map(float, () if isinstance(value, str) else value)
     except (TypeError, ValueError):
-        raise ValueError(f"got {name}={value!r}; it is three numbers: at the start, the peak and the end") from None
+        start = peak = end = -1.0
+    if not 0 <= min(start, peak, end) <= max(start, peak, end) < 1:
+        raise ValueError(
+            f"got moms={value!r}; it is three numbers, 0 or more and less than 1: at the start, the peak and the end"
+        )
     return start, peak, end
 
 

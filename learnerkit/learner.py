@@ -294,7 +294,7 @@ class Learner(RunState):
         super().__init__()
         arguments.check_subclass(type(self), Learner)
         made, self.mapped = made_model(model)
-        arguments.check_learner(dls, made, loss_func, opt_func)
+        arguments.check_learner(dls, made, loss_func, opt_func, splitter)
         self.dls, self.model = dls, made
         self.loss_func = loss_func
         self.opt_func, self.splitter = opt_func, splitter
@@ -303,7 +303,7 @@ class Learner(RunState):
         self.path, self.model_dir = Path(path), Path(model_dir)
         self.wd, self.wd_bn_bias = wd, wd_bn_bias
         self.train_bn = train_bn
-        self.moms = arguments.three("moms", moms)
+        self.moms = arguments.momenta(moms)
         self.loss_weight = loss_weight
         self._loss_weighting = LossWeight(loss_func, loss_weight)  # checks its arguments before a fit
         self._device, self._loss_without_targets = torch.device("cpu"), False  # both are set for each run
@@ -612,7 +612,7 @@ class Learner(RunState):
         """Return the function that makes a rate's schedule from its peak, and the schedule of the momentum."""
         arguments.check_positive("div", div)
         arguments.check_positive("div_final", div_final)
-        momentum = combined_cos(pct_start, *arguments.three("moms", self.moms if moms is None else moms))
+        momentum = combined_cos(pct_start, *arguments.momenta(self.moms if moms is None else moms))
         return lambda peak: combined_cos(pct_start, peak / div, peak, peak / div_final), momentum
 
     @public
@@ -745,6 +745,8 @@ class Learner(RunState):
             TypeError, ValueError: arguments that `fit_one_cycle` does not take; nothing is frozen then.
         """
         arguments.check_positive("lr_mult", lr_mult)
+        if isinstance(base_lr, slice | str) or optim.is_row(base_lr):
+            raise TypeError(f"got base_lr={base_lr!r}; it is one rate, from which lr_mult makes those of the groups")
         kwargs["cbs"] = listify(kwargs.get("cbs"))  # a list, as both parts read it
         high = base_lr / 2
         groups = optim.split(unwrap(self.model), self.splitter)

@@ -58,9 +58,9 @@ def printable(text: str, limit: int = 200) -> str:
     return escaped_line(text)
 
 
-def did_you_mean(name: str, allowed: Iterable[str], cutoff: float = 0.6) -> str:
+def did_you_mean(name: Any, allowed: Iterable[str], cutoff: float = 0.6) -> str:
     """Return `; did you mean 'x'?` for the allowed name of the same meaning, or the nearest; or an empty string."""
-    names = list(map(str, allowed))
+    name, names = str(name), list(map(str, allowed))
     same = [word for words in _SYNONYMS if name in words for word in words if word in names]
     near = same or difflib.get_close_matches(name, names, n=1, cutoff=cutoff)
     return f"; did you mean {near[0]!r}?" if near else ""

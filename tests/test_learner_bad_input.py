@@ -48,6 +48,11 @@ def test_learner_refuses_what_is_no_loss(wrong):
         Learner(make_dls(), make_model(), wrong)
 
 
+def test_learner_refuses_a_splitter_that_is_no_function():
+    with pytest.raises(TypeError, match="splitter is 3; pass a function of the model"):
+        Learner(make_dls(), make_model(), nn.MSELoss(), splitter=3)
+
+
 @pytest.mark.parametrize("wrong", ["adam", None, 1e-3])
 def test_learner_refuses_what_makes_no_optimizer(wrong):
     with pytest.raises(TypeError, match="opt_func is .*; pass an optimizer class"):

@@ -310,6 +310,8 @@ def test_an_unknown_reduction_is_refused():
         Metric().update(1)
     with pytest.raises(NotImplementedError, match="compute"):
         Metric().compute()
+    with pytest.raises(TypeError, match=r"got AccumMetric\(3\); pass a function of all predictions"):
+        AccumMetric(3)
 
 
 def test_reset_forgets():

@@ -24,8 +24,8 @@ class GradientAccumulation(Callback):
         n_samples: samples of a step over all ranks; the step is taken as soon as its batches have as many.
 
     Raises:
-        TypeError, ValueError: neither or both of them, or a number below 1; when a fit begins, a `loss_weight` for each
-            of several losses.
+        TypeError, ValueError: neither or both of them, or a number below 1; when a fit begins, a second callback of
+            this kind, or a `loss_weight` for each of several losses.
     """
 
     order = 6
@@ -50,6 +50,8 @@ class GradientAccumulation(Callback):
                 "step counts of each is known only after its last batch. Take larger batches or more processes, or one "
                 "loss_weight for the whole loss (errors.html#loss-weight)"
             )
+        if sum(isinstance(cb, GradientAccumulation) and cb.run for cb in learn.cbs) > 1:
+            raise ValueError("two callbacks GradientAccumulation: one of them says how many batches a step has")
         if learn.n_ranks == 1:
             self.attach()
         self._batches = self._samples = self._steps = 0

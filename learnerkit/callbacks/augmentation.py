@@ -1,5 +1,6 @@
 """Augmentation of whole batches on the device; each callback has its own stream of random numbers."""
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -114,7 +115,7 @@ class _Mixing(_Drawing):
 
     def __init__(self, kind: str, alpha: float) -> None:
         super().__init__()
-        arguments.check_positive("alpha", alpha)
+        arguments.check_number("alpha", alpha, lambda a: 0 < a < math.inf, "a number above 0, and finite")
         from torchvision.transforms import v2
 
         self.alpha = alpha

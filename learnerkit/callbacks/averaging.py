@@ -382,9 +382,13 @@ class EMA(_Averaging):
 
 def _check_decay(decay: Any, at: str = "") -> None:
     """Refuse a decay below 0, or of 1 or more; a function may return 1 `at` some share of training."""
-    if not (0 <= decay < 1 or (at and decay == 1)):
-        most = "1 at most" if at else "less than 1"
-        raise ValueError(f"got decay{at}={decay!r}; it is the weight of the past, 0 or more and {most}")
+    most = "1 at most" if at else "less than 1"
+    arguments.check_number(
+        f"decay{at}",
+        decay,
+        lambda share: 0 <= share < 1 or (at and share == 1),
+        f"the weight of the past, 0 or more and {most}",
+    )
 
 
 class SWA(_Averaging):

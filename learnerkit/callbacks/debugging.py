@@ -1,6 +1,6 @@
 """Debugging aids: short epochs, overfitting one batch, and traces of some steps."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -108,8 +108,9 @@ class ShortEpochCallback(_LoaderSwap):
         super().__init__()
         if (pct is None) == (n is None):
             raise TypeError(f"got pct={pct} and n={n}; give one of them")
-        if pct is not None and not 0 < pct <= 1:
-            raise ValueError(f"got pct={pct}; it is a share of the batches, above 0 and at most 1")
+        if pct is not None:
+            what = "a share of the batches, above 0 and at most 1"
+            arguments.check_number("pct", pct, lambda share: 0 < share <= 1, what)
         if n is not None:
             arguments.check_count("n", n, "a number of batches")
         self.pct = pct
@@ -202,6 +203,8 @@ class Profiler(Callback):
 
     def __init__(self, folder: str | Path = "profile", steps: tuple[int, int] = (10, 15), **options: Any) -> None:
         super().__init__()
+        if not isinstance(steps, Sequence) or len(steps) != 2:
+            raise TypeError(f"got steps={steps!r}; it is the first and the last step to record, such as (10, 15)")
         first, last = steps
         arguments.check_count("steps[0]", first, "the first step to record", least=1)
         arguments.check_count("steps[1]", last, "the last step to record", least=first)

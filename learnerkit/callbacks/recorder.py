@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from learnerkit import distributed
+from learnerkit import arguments, distributed
 from learnerkit.callback import Callback
 from learnerkit.data.batches import in_float32
 from learnerkit.data.show import panels, pyplot
@@ -363,8 +363,7 @@ class Recorder(Callback):
         self, add_time: bool = True, train_metrics: bool = False, valid_metrics: bool = True, beta: float = 0.98
     ) -> None:
         super().__init__()
-        if not 0 <= beta < 1:
-            raise ValueError(f"got beta={beta}; the smoothing is 0 (none) or more, and less than 1")
+        arguments.check_number("beta", beta, lambda b: 0 <= b < 1, "the smoothing, 0 (none) or more and less than 1")
         self.add_time, self.beta = add_time, beta
         self.train_metrics, self.valid_metrics = train_metrics, valid_metrics
         self.history: list[PastFit] = []

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau as TorchPlateau
 from learnerkit import arguments, optim
 from learnerkit.callback import Callback
 from learnerkit.callbacks.recorder import check_monitor, monitored
-from learnerkit.text import did_you_mean
+from learnerkit.text import did_you_mean, first_few
 from learnerkit.utils import listify, warn
 
 Schedule = Callable[[float], float]
@@ -161,8 +161,7 @@ def _warmed_up(pct: float, start: float, then: Schedule | float) -> Schedule:
 
 
 def _in_two_parts(pct: float, first: Schedule, second: Schedule) -> Schedule:
-    if not 0 <= pct <= 1:
-        raise ValueError(f"got pct={pct}; it is a share of training, between 0 and 1")
+    arguments.check_number("pct", pct, lambda share: 0 <= share <= 1, "a share of training, between 0 and 1")
     return combine_scheds([pct, 1 - pct], [first, second])
 
 
@@ -180,7 +179,8 @@ class ParamScheduler(Callback):
             dict of these by the optimizer's name; optimizers that are not in it keep their values.
 
     Raises:
-        ValueError: in `before_fit`, no such hyper-parameter, or a list of the wrong length.
+        ValueError: in `before_fit`, no such hyper-parameter, a list of the wrong length, or another callback that has
+            a schedule of the same one.
     """
 
     order = 60
@@ -207,6 +207,13 @@ class ParamScheduler(Callback):
             {name: scheds[i] for name, scheds in by_name.items() if scheds[i] is not None}
             for i in range(len(learn.opts))
         ]
+        for other in (cb for cb in learn.cbs if isinstance(cb, ParamScheduler) and cb._before):
+            for mine, theirs in zip(self._by_opt, other._by_opt, strict=True):
+                if twice := sorted(mine.keys() & theirs.keys()):
+                    raise ValueError(
+                        f"two schedules of {first_few(twice)} in one fit, and the later one would replace the other's "
+                        "values before every batch: leave one of them out, or join them by combine_scheds"
+                    )
         bare, self._kept = set() if learn.wd_bn_bias else optim.without_decay(learn.model), []
         for opt, scheds in zip(learn.opts, self._by_opt, strict=True):
             for name, sched in scheds.items():

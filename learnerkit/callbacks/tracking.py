@@ -67,8 +67,7 @@ class TrackerCallback(NamedState):
         super().__init__()
         if not isinstance(monitor, str):
             raise TypeError(f"got monitor={monitor!r}; it is the name of a column of the table, such as 'valid_loss'")
-        if not min_delta >= 0:
-            raise ValueError(f"got min_delta={min_delta}; it is 0 or more, also where less is better")
+        arguments.check_number("min_delta", min_delta, lambda d: d >= 0, "0 or more, also where less is better")
         if comp is not None and not callable(comp):
             raise TypeError(f"got comp={comp!r}; {_COMP}")
         self.monitor = monitor
@@ -331,10 +330,8 @@ class ReduceLROnPlateau(_Patient):
         reset_on_fit: bool = True,
     ) -> None:
         super().__init__(monitor, comp, min_delta, patience, reset_on_fit)
-        if not factor > 1:
-            raise ValueError(f"got factor={factor}; rates are divided by it, so it is more than 1")
-        if not min_lr >= 0:
-            raise ValueError(f"got min_lr={min_lr}; it is 0 or more")
+        arguments.check_number("factor", factor, lambda f: f > 1, "more than 1, as rates are divided by it")
+        arguments.check_number("min_lr", min_lr, lambda rate: rate >= 0, "a rate, 0 or more")
         self.factor, self.min_lr = factor, min_lr
 
     def before_fit(self) -> None:

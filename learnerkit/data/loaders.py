@@ -679,6 +679,11 @@ def _check_datasets(train_ds: Any, valid_ds: Any) -> None:
             f"got {describe(train_ds)} as the training set and {describe(valid_ds)} as the validation set; inputs and "
             "targets are one dataset: from_datasets(TensorDataset(X, y)); inputs alone are TensorDataset(X)"
         )
+    if isinstance(train_ds, tuple):
+        raise TypeError(
+            f"got a tuple as the training set ({describe(train_ds)}); tensors are one dataset as "
+            "TensorDataset(X, y), and a list may be one"
+        )
     if loader_len(train_ds) == 0:
         raise ValueError("the training set is empty: it has 0 samples")
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from learnerkit import optim
+from learnerkit import arguments, optim
 from learnerkit.text import did_you_mean, first_few
 from learnerkit.utils import unwrap
 
@@ -32,8 +32,7 @@ def layer_decay(model: nn.Module, decay: float = 0.75, blocks: str | None = None
     Raises:
         ValueError: another `decay`, no list of that name, or a model without blocks or with several lists of them.
     """
-    if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 < decay <= 1:
-        raise ValueError(f"got decay={decay!r}; it is a number above 0 and at most 1")
+    arguments.check_number("decay", decay, lambda d: 0 < d <= 1, "a number above 0 and at most 1")
     model = unwrap(model)
     is_timms = any(base.__module__.partition(".")[0] == "timm" for base in type(model).__mro__)
     matcher: Any = getattr(model, "group_matcher", None)

@@ -72,6 +72,8 @@ class AccumMetric(Metric):
     """
 
     def __init__(self, func: Callable[..., Any], name: str | None = None) -> None:
+        if not callable(func):
+            raise TypeError(f"got AccumMetric({func!r}); pass a function of all predictions and targets")
         super().__init__(name or metric_name(func))
         self.func = func
         self.reset()

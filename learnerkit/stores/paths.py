@@ -177,8 +177,11 @@ def any_path(path: str | Path) -> AnyPath:
 
     Raises:
         ImportError: the package of fsspec for this kind of store is missing.
+        TypeError: neither a str nor a path.
         ValueError: the URL has a password or `..` in it, is of an unknown kind, or has become a `pathlib.Path`.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"got the path {path!r}; it is a str or a pathlib.Path")
     first, _, rest = str(path).partition("/")
     if not re.fullmatch(f"{_SCHEME}:", first) or (isinstance(path, str) and not rest.startswith("/")):
         return Path(path)

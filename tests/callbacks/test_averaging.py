@@ -430,6 +430,7 @@ def test_where_nothing_is_fitted_nothing_is_averaged(average):
     ("make", "said"),
     [
         (lambda: EMA(1.0), "decay=1.0"),
+        (lambda: EMA(None), "got decay=None; it is the weight of the past"),
         (lambda: EMA(every=0), "every=0"),
         (lambda: EMA(start=-1), "start=-1"),
         (lambda: learner(EMA(lambda share: 1.5)).fit(1), "got decay(0.0)=1.5; it is the weight of the past"),

@@ -122,7 +122,8 @@ def test_a_short_epoch_takes_a_share_or_a_number(kwargs):
 
 @pytest.mark.parametrize("make", [
     partial(ShortEpochCallback, 0), partial(ShortEpochCallback, 1.5), partial(ShortEpochCallback, n=0),
-    partial(ShortEpochCallback, n=1.5), partial(OverfitBatch, 0), partial(OverfitBatch, 0.5),
+    partial(ShortEpochCallback, "a"), partial(ShortEpochCallback, n=1.5),
+    partial(OverfitBatch, 0), partial(OverfitBatch, 0.5),
 ])  # fmt: skip
 def test_numbers_of_batches_out_of_range_are_refused(make):
     with pytest.raises(ValueError, match="got"):
@@ -259,6 +260,6 @@ def test_a_trace_has_the_chosen_steps_and_an_error_leaves_what_was_recorded(tmp_
 
 
 def test_the_steps_of_a_trace_are_checked():
-    for steps in ((0, 3), (3, 2), (2.5, 3)):
+    for steps in ((0, 3), (3, 2), (2.5, 3), 10):
         with pytest.raises((TypeError, ValueError), match="steps"):
             Profiler(steps=steps)

@@ -190,7 +190,7 @@ def test_combined_cos_meets_its_points_and_stays_between(pct):
     assert rising == sorted(rising, reverse=True)
 
 
-@pytest.mark.parametrize("pct", [-0.1, 1.1, float("nan")])
+@pytest.mark.parametrize("pct", [-0.1, 1.1, float("nan"), "a"])
 def test_a_share_outside_0_to_1_is_refused(pct):
     with pytest.raises(ValueError, match="it is a share of training, between 0 and 1"):
         combined_cos(pct, 1, 2, 3)
@@ -220,13 +220,14 @@ def test_a_schedule_for_what_is_not_there_says_so():
         ({"lr": [lambda at: at]}, "got 1 schedules of 'lr' for 2 parameter groups"),
         ({"lr": [lambda at: at] * 3}, "got 3 schedules of 'lr' for 2 parameter groups"),
         ({"lr": 0.1}, "got 0.1 for 'lr'; it is a schedule"),
+        ({"weight_decay": lambda at: at}, "two schedules of weight_decay in one fit"),
     ],
 )
 def test_a_schedule_that_cannot_be_is_refused_before_anything_changes(scheds, match):
     learn = learner(splitter=halves)
     before = weights(learn.model)
     with pytest.raises((TypeError, ValueError), match=match) as error:
-        learn.fit(1, cbs=ParamScheduler(scheds))
+        learn.fit(1, cbs=[ParamScheduler({"weight_decay": lambda at: at}), ParamScheduler(scheds)])
     assert same_weights(before, learn.model)
     assert "raised in ParamScheduler.before_fit" in error.value.__notes__
 
@@ -457,7 +458,8 @@ def test_fine_tuning_is_fastais():
         ({"divv": 4}, "unexpected keyword argument 'divv'"),
         ({"lr_max": 4}, "lr_max"),
         ({"lr_mult": 0}, "got lr_mult=0; it is a number above 0"),
-        ({"base_lr": "x"}, "unsupported operand"),
+        ({"base_lr": "x"}, "got base_lr='x'; it is one rate"),
+        ({"base_lr": slice(1e-3)}, "from which lr_mult makes those of the groups"),
         ({"base_lr": -1.0}, "above 0|not be negative"),
         ({"pct_start": 2}, "between 0 and 1"),
         ({"moms": "123"}, r"got moms='123'; it is three numbers"),
@@ -503,7 +505,9 @@ def test_fine_tuning_by_steps_needs_no_length():
         learn.fine_tune(n_steps=6)
 
 
-@pytest.mark.parametrize("options", [{"div": 0}, {"div_final": 0.0}, {"moms": 0.9}, {"moms": (0.9, 0.8)}])
+@pytest.mark.parametrize(
+    "options", [{"div": 0}, {"div_final": 0.0}, {"moms": 0.9}, {"moms": (0.9, 0.8)}, {"moms": (2, 2, 2)}]
+)
 def test_a_cycle_that_cannot_be_is_refused(options):
     (name,) = options
     with pytest.raises(ValueError, match=f"got {name}="):
@@ -686,6 +690,8 @@ def test_what_a_torch_scheduler_cannot_do_is_refused():
     make = lambda opt: lr_scheduler.StepLR(opt, 1)  # noqa: E731
     with pytest.raises(ValueError, match="step='epochs'.*did you mean 'epoch'"):
         TorchScheduler(make, step="epochs")
+    with pytest.raises(ValueError, match="got step=1; it takes 'batch' or 'epoch'"):
+        TorchScheduler(make, step=1)
     with pytest.raises(ValueError, match="step='epoch'"):
         TorchScheduler(make, monitor="valid_loss")
     with pytest.raises(TypeError, match="a function that makes the scheduler"):

@@ -156,6 +156,7 @@ def test_a_best_for_each_fit_or_for_all():
         ({"monitor": max}, TypeError, "the name of a column"),
         ({"min_delta": -0.1}, ValueError, "min_delta=-0.1; it is 0 or more, also where less is better"),
         ({"min_delta": nan}, ValueError, "min_delta=nan"),
+        ({"min_delta": None}, ValueError, "min_delta=None; it is 0 or more"),
         ({"comp": operator.ne}, ValueError, r"a function of \(value, best\)"),
         ({"comp": operator.eq}, ValueError, r"a function of \(value, best\)"),
     ],
@@ -563,7 +564,7 @@ def test_a_schedule_of_the_rate_is_refused():
 sched, half = ParamScheduler, combined_cos(0.5, 0.1, 0.5, 0.1)
 
 
-@pytest.mark.parametrize("kwargs", [{"factor": 1}, {"factor": 0.1}, {"factor": nan}, {"min_lr": -1}])
+@pytest.mark.parametrize("kwargs", [{"factor": 1}, {"factor": nan}, {"factor": None}, {"min_lr": -1}])
 def test_bad_factors_are_refused(kwargs):
     with pytest.raises(ValueError, match=f"got {next(iter(kwargs))}="):
         ReduceLROnPlateau(**kwargs)

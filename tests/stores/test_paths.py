@@ -38,6 +38,8 @@ def test_a_place_has_the_parts_of_a_path():
 def test_a_url_that_became_a_path_is_refused():
     with pytest.raises(ValueError, match=r"made one slash of two: give a URL as a str, 's3://bucket/run'"):
         CheckpointCallback(Path("s3://bucket/run"))
+    with pytest.raises(TypeError, match="got the path 3; it is a str or a pathlib.Path"):
+        any_path(3)
 
 
 @pytest.mark.parametrize("url", ["memory://user:word@host/run", "memory://a/../b", "memory://a\n/b"])
