@@ -292,7 +292,7 @@ class Batches:
             whole = {"batch": cut_rows(batch, dim, start, stop)} if is_cut else {}
             return Part(stop - start, {"xb": xb, "yb": yb, "batch_size": stop - start} | whole)
 
-        return [part(start, stop) for start, stop in even_spans(self.rows, parts, 1) if start < stop]
+        return [part(start, stop) for start, stop in even_spans(self.rows, min(parts, self.rows), 1) if start < stop]
 
     def _between(self, start: int, stop: int) -> tuple[Any, Any]:
         """Return the samples of inputs and targets from `start` to `stop`."""

@@ -146,7 +146,7 @@ class SplitBatch(Callback):
             self._said = parts
             unequal = _unequal(unwrap(self.learn.model), batch.cut, batch.changed_buffers())
             but = f". Not equal to the whole batch: {unequal}" if unequal else ""
-            self.learn.say(f"SplitBatch takes batches of {batch.rows} samples in {parts} parts{but}")
+            self.learn.say(f"SplitBatch takes batches of {batch.rows} samples in {batch.parts} parts{but}")
 
     def count_batch(self) -> None:
         """Count a batch of training, on every rank."""

@@ -328,6 +328,12 @@ def test_a_batch_that_counts_nothing_in_a_step_of_several():
     assert difference(accumulated(), accumulated(SplitBatch(parts=2))) < 1e-9
 
 
+def test_more_parts_than_samples_are_one_for_each():
+    most = fitted(None, [SplitBatch(parts=10**9)])
+    assert difference(fitted(), most) < 1e-9
+    assert difference(fitted(None, [SplitBatch(parts=20)]), most) == 0
+
+
 # What a failed try leaves behind
 
 
