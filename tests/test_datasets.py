@@ -53,7 +53,7 @@ def test_sample_is_the_same_every_time_and_nobody_shares_its_memory():
     assert second.sum() > 0
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_sample_needs_neither_torchvision_nor_pickle(script_env):
     code = "import sys; from learnerkit import datasets; datasets.fashion_mnist_sample(); print(*sys.modules)"
     command = [sys.executable, "-c", code]

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers import mostly_slow, raises
+from helpers import mostly_soak, raises
 from servers import FOREIGN, serving
 
 from learnerkit import distributed, on_rank0, rank0_first, set_seed
@@ -180,7 +180,7 @@ def second_of_two(monkeypatch):
     return set_port
 
 
-@pytest.mark.parametrize("name", mostly_slow(FOREIGN, "http", "speaks first", "closes", slow=["silent"]))
+@pytest.mark.parametrize("name", mostly_soak(FOREIGN, "http", "speaks first", "closes"))
 def test_something_else_at_the_address_of_rank_0_is_one_error(second_of_two, capfd, name):
     serve, answer = FOREIGN[name]
     with serving(serve) as port:

@@ -110,7 +110,7 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("name", mostly_slow(SCHEDULES, "one cycle", "one cycle of groups"))
+@pytest.mark.parametrize("name", mostly_slow(SCHEDULES, "one cycle of groups", slow=["one cycle"]))
 def test_schedules_on_ranks_equal_those_on_one_process(name):
     equal_to_one_process(SCHEDULES[name])
 

@@ -10,7 +10,7 @@ from helpers import (
     make_data,
     make_learner,
     make_model,
-    mostly_slow,
+    mostly_soak,
     notes,
     raising,
     spy,
@@ -83,7 +83,7 @@ HEARD = [event for event in Event if event != "after_create"]
 
 ERRORS = [
     *[ValueError("x"), KeyboardInterrupt(), *CANCELS[::3]],
-    *mostly_slow([cancel for i, cancel in enumerate(CANCELS) if i % 3], slow=CANCELS[2::3]),
+    *mostly_soak([cancel for i, cancel in enumerate(CANCELS) if i % 3]),
 ]
 
 

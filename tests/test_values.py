@@ -34,7 +34,7 @@ FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.com
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, *INTEGERS, *FLOATS, torch.float8_e4m3fn], ids=str)
-@pytest.mark.parametrize("shape", [(), (1,), pytest.param((3, 5), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("shape", [(), (1,), pytest.param((3, 5), marks=pytest.mark.soak)], ids=str)
 def test_every_single_bit_counts(dtype, shape):
     t = torch.randint(0, 2, shape).to(dtype)
     before = digest(t)

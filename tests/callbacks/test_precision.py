@@ -12,6 +12,7 @@ from helpers import (
     make_learner,
     make_model,
     mostly_slow,
+    mostly_soak,
     raises,
     raising,
     same_weights,
@@ -128,7 +129,7 @@ def test_nested_predictions_become_float32_and_integers_stay():
     make_learner(model=Two(), loss_func=loss, cbs=MixedPrecision("bf16")).fit(1)
 
 
-@pytest.mark.parametrize("mode", mostly_slow(LOW, "fp16"))
+@pytest.mark.parametrize("mode", mostly_soak(LOW, "fp16"))
 @pytest.mark.parametrize("event", IN_BATCH)
 @pytest.mark.parametrize(
     "error",

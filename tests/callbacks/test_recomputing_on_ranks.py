@@ -80,7 +80,7 @@ def test_ddp_averages_the_same_gradients_during_the_same_pass(n, n_batches):
     assert not any("forward" in vars(m) for m in learn.model.modules())
 
 
-@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("reshard", mostly_soak([True, False], True))
 def test_a_sharded_model_computes_its_units_again_inside_of_them(reshard):
     def weights(cb):
         model = make_model()

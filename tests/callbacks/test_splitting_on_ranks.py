@@ -23,7 +23,7 @@ from learnerkit import (
     distributed,
 )
 
-pytestmark = pytest.mark.ranks(2, slow=[3])  # what is slow on two is for `-m soak` on three
+pytestmark = pytest.mark.ranks(2, soak=[3])
 
 RANK, N = distributed.rank(), distributed.world_size()
 ROWS = 12
@@ -81,6 +81,7 @@ def test_all_ranks_take_the_parts_that_one_of_them_needs(which, where, rows):
     assert far(fitted(cbs=[SplitBatch(parts=found[0])]), split) == 0
 
 
+@pytest.mark.ranks(2, slow=[3])
 def test_ranks_without_data_take_part_in_steps_of_several_batches():
     # 49 samples in batches of 12: the last has one sample, so that all ranks but one have none
     for cbs in ((), (lambda: GradientAccumulation(n_batches=2), lambda: GradientClip(0.1))):

@@ -26,7 +26,7 @@ from learnerkit import (
     distributed,
 )
 
-pytestmark = pytest.mark.ranks(2, slow=[3])
+pytestmark = pytest.mark.ranks(2, soak=[3])
 
 RANK = distributed.rank()
 
@@ -137,6 +137,7 @@ class WithUnused(Net):
 
 
 @pytest.mark.filterwarnings("ignore:find_unused_parameters=True was chosen")
+@pytest.mark.ranks(2, slow=[3])
 @pytest.mark.parametrize("where", mostly_slow(["forward", "backward"], "backward"))
 @pytest.mark.parametrize("job", mostly_slow(JOBS, "accumulated", slow=["a rank without data", "penalty"]))
 def test_a_job_in_parts_equals_one_process(job, where):

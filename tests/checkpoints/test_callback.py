@@ -16,7 +16,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from helpers import make_data, make_dls, make_learner, make_model, mostly_slow, raises, raising, weights
+from helpers import make_data, make_dls, make_learner, make_model, mostly_slow, mostly_soak, raises, raising, weights
 from resume_jobs import (
     CARRIED,
     EPOCHS,
@@ -255,7 +255,7 @@ def test_r13_term_saves_once_after_the_step_and_leaves_with_143(name, tmp_path, 
     assert different(whole(name), finished(make(name, tmp_path, Send(0, 15), resume=True), name, order)) == []
 
 
-@pytest.mark.parametrize("name", mostly_slow(["augmentation", "EMA", "SWA", "metrics in training", "budget"], "EMA"))
+@pytest.mark.parametrize("name", mostly_soak(["augmentation", "EMA", "SWA", "metrics in training", "budget"], "EMA"))
 def test_r15_term_in_validation_saves_what_was_before_it(name, tmp_path, whole):
     batches = 1 if name == "budget" else 2
     for k, at in enumerate((1, 2 * batches + 1)):  # the last one is in the last epoch
@@ -324,7 +324,7 @@ def test_outside_the_main_thread_it_says_that_signals_are_not_seen(tmp_path):
 # Several fits
 
 
-@pytest.mark.parametrize("at", mostly_slow([3, 9, 16, 23], 9))
+@pytest.mark.parametrize("at", mostly_slow([3, 9, 16, 23], 9, slow=[16]))
 def test_the_fits_before_return_at_once_with_what_they_were(at, tmp_path, whole, capsys):
     died = finished(make("fine-tuned", tmp_path, Kill(at)), "fine-tuned")
     ended = finished(make("fine-tuned", tmp_path, resume=True), "fine-tuned")

@@ -14,7 +14,7 @@ from learnerkit import CheckpointError, distributed
 from learnerkit.checkpoints import storage
 from learnerkit.checkpoints.storage import Storage, read_checkpoint
 
-pytestmark = pytest.mark.ranks(2, slow=[3, "torchrun"])
+pytestmark = pytest.mark.ranks(2, slow=[3], soak=["torchrun"])
 
 LARGE = 40_000  # numbers, which are shared out
 

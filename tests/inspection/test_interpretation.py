@@ -141,7 +141,7 @@ def test_what_is_no_classification_is_refused():
         found.top_losses()
 
 
-@pytest.mark.ranks(2, slow=[3])
+@pytest.mark.ranks(2, soak=[3])
 def test_ranks_interpret_the_whole():
     learn, x, y = learner(classes=NAMES)
     with learn.distrib_ctx():

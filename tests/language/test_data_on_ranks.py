@@ -46,7 +46,7 @@ def weights(learn):
 
 
 @pytest.mark.filterwarnings("ignore:.*each train a whole copy")  # that is what is compared with
-@pytest.mark.ranks(2, slow=[3])
+@pytest.mark.ranks(2, soak=[3])
 def test_ranks_see_the_batches_of_one_process_and_come_to_its_numbers():
     for name in MODELS:
         alone, together = make_learner(name), make_learner(name)
@@ -64,7 +64,7 @@ def test_ranks_see_the_batches_of_one_process_and_come_to_its_numbers():
             torch.testing.assert_close(preds, alone.get_preds()[0], rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.ranks(2, slow=[3])
+@pytest.mark.ranks(2, soak=[3])
 def test_by_default_each_rank_takes_whole_batches_within_the_budget():
     learn = make_learner("classes")
     with learn.distrib_ctx():

@@ -98,7 +98,7 @@ def test_transformers_on_ranks_train_as_on_one_process(model, saving_memory):
     check(globals()[model], tolerance, checkpointed=saving_memory, cbs=cbs)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.ranks(2)
 def test_training_in_bfloat16_is_the_same_up_to_its_rounding():
     pytest.importorskip("transformers")

@@ -174,7 +174,7 @@ def test_r01_r02_kill9_restart_every_time(faulty, uninterrupted, rank, opt, time
         assert run.digests(opt) == uninterrupted[opt]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_r03_kill9_no_restart(faulty):
     run = faulty(fault="kill:1:37")
     assert run.finish() == 137, run

@@ -10,7 +10,7 @@ from helpers import make_data, make_learner
 from learnerkit import CSVLogger, DataLoaders, JSONLogger, distributed, mae
 
 
-@pytest.mark.ranks(2, slow=[3])
+@pytest.mark.ranks(2, soak=[3])
 def test_rank_0_alone_writes_and_its_rows_are_global(tmp_path):
     dls = DataLoaders.from_datasets(make_data(22), make_data(7, seed=1), bs=4, device="cpu")
     learn = make_learner(dls, metrics=mae, cbs=[CSVLogger(), JSONLogger()], path=tmp_path / str(distributed.rank()))

@@ -39,7 +39,7 @@ from learnerkit.optim import make_groups, make_optimizer
 from learnerkit.parallel.watch import PeerError
 from learnerkit.utils import unwrap
 
-pytestmark = pytest.mark.ranks(2, slow=["torchrun"], soak=[3])
+pytestmark = pytest.mark.ranks(2, soak=["torchrun", 3])
 
 N = distributed.world_size()
 

@@ -9,7 +9,7 @@ from learnerkit import EMA, Callback, DataLoaders, Learner, distributed
 from learnerkit.parallel import DriftCheck
 from learnerkit.utils import unwrap
 
-pytestmark = [pytest.mark.ranks(2, slow=[3]), pytest.mark.filterwarnings("ignore:sync_bn|.*each train a whole copy")]
+pytestmark = [pytest.mark.ranks(2, soak=[3]), pytest.mark.filterwarnings("ignore:sync_bn|.*each train a whole copy")]
 
 N = distributed.world_size()
 REST = "rank 0" if N == 2 else f"ranks {', '.join(str(r) for r in range(N) if r != 1)}"
@@ -100,6 +100,7 @@ def nudge(t, by=1):
         t.reshape(-1)[-1:].view(torch.int32).add_(by)
 
 
+@pytest.mark.ranks(2, slow=[3])
 def test_a_weight_that_differs_in_its_last_bit():
     when, what = parts(fit("after_step", lambda learn: nudge(unwrap(learn.model).first.weight)))
     assert when == "step 2 (epoch 0)"

@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from helpers import mostly_slow
+from helpers import mostly_soak
 from memory_limits import far
 from torch import nn
 from torch.nn import functional as F
@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 from learnerkit import Callback, DataLoaders, GradientAccumulation, Learner, distributed
 from learnerkit.processes.heartbeat import Heartbeat
 
-pytestmark = pytest.mark.ranks(2, slow=[3])
+pytestmark = pytest.mark.ranks(2, soak=[3])
 
 RANK, RANKS = distributed.rank(), distributed.world_size()
 
@@ -60,7 +60,8 @@ def trained(n, loss, options=None, cbs=(), together=True):
     return learn
 
 
-@pytest.mark.parametrize("n", mostly_slow([36, 43, 37], 37))  # of 37 samples the last batch has one, and a rank none
+@pytest.mark.ranks(2, slow=[3])
+@pytest.mark.parametrize("n", mostly_soak([36, 43, 37], 37))  # of 37 samples the last batch has one, and a rank none
 @pytest.mark.parametrize("options", [{}, {"shard": True}], ids=["whole", "shards"])
 def test_a_loss_over_the_samples_of_all_ranks_trains_as_on_one_process(n, options):
     learn = trained(n, contrastive, options)
@@ -76,6 +77,7 @@ def test_steps_of_several_batches_gather_in_each():
     assert far(trained(37, alone, cbs=steps(), together=False), trained(37, contrastive, cbs=steps())) < 1e-9
 
 
+@pytest.mark.ranks(2, slow=[3])
 def test_a_gathered_tensor_gets_the_gradients_of_all_ranks():
     mine = torch.arange(2.0 * (RANK + 1)).reshape(RANK + 1, 2).requires_grad_()  # rank 0 has one row, rank 1 two, ...
     parts = distributed.all_gather(mine)

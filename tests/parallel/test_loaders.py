@@ -265,7 +265,7 @@ def check_step(case, step, group, last):
 @pytest.mark.slow
 def test_ranks_together_train_on_the_batches_of_one_process_in_order(monkeypatch):
     compared = 0
-    for case in draw_cases(280, seed=0):
+    for case in draw_cases(90, seed=0):
         alone = read_alone(case)
         epochs, lengths = read_on_ranks(case, monkeypatch)
         for one, by_rank in zip(alone, epochs, strict=True):
@@ -274,7 +274,7 @@ def test_ranks_together_train_on_the_batches_of_one_process_in_order(monkeypatch
             first, second = ([mine for found in by_rank for _, mine in found] for by_rank in epochs)
             assert flat(first) != flat(second), case  # each epoch is drawn anew
             compared += 1
-    assert compared > 30
+    assert compared > 8
 
 
 def test_ranks_together_evaluate_every_sample_once_and_in_order(monkeypatch):

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from helpers import mostly_slow
+from helpers import mostly_soak
 from torch import nn
 from torch.utils.data import (
     BatchSampler,
@@ -20,7 +20,7 @@ from torch.utils.data import (
 
 from learnerkit import Callback, DataLoaders, GradientAccumulation, Learner, distributed, set_seed
 
-pytestmark = pytest.mark.ranks(2, slow=[3])
+pytestmark = pytest.mark.ranks(2, soak=[3])
 
 N = distributed.world_size()
 EPOCHS = 2
@@ -129,10 +129,7 @@ CASES = {  # (the loaders, split_batches, how many batches a step has)
 }
 
 
-SLOW = ["random, with a worker", "weighted", "batch sampler", "batch_size=None"]
-
-
-@pytest.mark.parametrize("case", mostly_slow(CASES, "random", "rows, drop_last", "python's generator", slow=SLOW))
+@pytest.mark.parametrize("case", mostly_soak(CASES, "random", "rows, drop_last", "python's generator"))
 def test_ranks_together_see_the_steps_and_the_evaluation_of_one_process(case):
     made, split, accumulated = CASES[case]
     of_one = accumulated if split else accumulated * N  # without splitting N batches make up a global one

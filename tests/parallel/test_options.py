@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
-from helpers import mostly_slow, raises, step_gradient
+from helpers import mostly_slow, mostly_soak, raises, step_gradient
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -129,7 +129,7 @@ def ddp_buckets(**options):
 
 @pytest.mark.parametrize(
     ("accumulated", "options"),
-    mostly_slow(
+    mostly_soak(
         [(1, {}), (3, {}), (1, {"bucket_cap_mb": 0.0004}), (2, {"bucket_cap_mb": 0.0004})],
         (1, {}), (2, {"bucket_cap_mb": 0.0004}),
     ),

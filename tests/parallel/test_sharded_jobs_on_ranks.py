@@ -69,12 +69,10 @@ PIECES_OF_THREE = {"callback's own backward pass of the data, accumulated": "are
 """Where a parameter has fewer rows than there are ranks, torch cannot add a gradient of all of it to that of rows."""
 
 REPRESENTATIVE = [
-    "loss with parameters, accumulated",
     "lazy layers, one cycle",
     "checkpoint of a shared module",
     "frozen in mid-epoch",
     "a NaN on one rank",
-    "gradient penalty of the input",
     "forward by parts",
     "a _backward of its own, in two passes",
 ]

@@ -318,7 +318,7 @@ def test_the_doctor_finds_two_processes_well(tmp_path):
     assert in_time(min(took, worked), 20)  # the machine may be busy with other things
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_doctor_on_one_process_says_what_it_could_not_check(tmp_path):
     code, out, err = run("learnerkit.doctor", cwd=tmp_path)
     assert (code, err) == (0, ""), out + err

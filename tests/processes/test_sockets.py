@@ -7,7 +7,7 @@ import time
 from functools import partial
 
 import pytest
-from helpers import mostly_slow, mostly_soak
+from helpers import mostly_soak
 from servers import FOREIGN, serving, slowly
 from torch.distributed import TCPStore
 
@@ -56,7 +56,7 @@ def test_a_connection_to_itself_is_nobody(monkeypatch):
     assert not store_answers(*own, 5.0)
 
 
-@pytest.mark.parametrize("name", mostly_slow(FOREIGN, "silent", slow=["http", "closes"]))
+@pytest.mark.parametrize("name", mostly_soak(FOREIGN, "silent"))
 def test_something_else_is_told_by_its_answer(name):
     serve, answer = FOREIGN[name]
     began = time.monotonic()

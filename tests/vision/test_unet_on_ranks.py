@@ -35,7 +35,7 @@ def results(rank_pools):
     return Results(rank_pools, train)
 
 
-@pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.soak)])
 def test_ranks_learn_what_one_process_learns(results, n):
     (expected,) = results[1, "unet"]
     assert 0.2 < expected[0][-1][2] < 0.9
