@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from inspect import isroutine, signature
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -19,13 +19,11 @@ from learnerkit.data.order import why_empty
 from learnerkit.explain.mends import NOT_ALONE
 from learnerkit.losses import loss_name, unwrap_partial
 from learnerkit.optim import parameters_of
+from learnerkit.state import Learner
 from learnerkit.text import did_you_mean
 from learnerkit.torch_internals import BatchNorm
 from learnerkit.utils import library_of, overrides, restorer
 from learnerkit.values import describe
-
-if TYPE_CHECKING:
-    from learnerkit.learner import Learner
 
 
 def check_count(name: str, value: Any, what: str = "a whole number", least: int = 1) -> None:

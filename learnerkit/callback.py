@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from learnerkit.callbacks.recorder import Recorder
     from learnerkit.data.loaders import DataLoaders
     from learnerkit.learner import Learner
-    from learnerkit.state import PublicState
+    from learnerkit.state import PublicState, State
 
     class _Read(PublicState):
         """The learner's attributes that a callback reads, for type checkers; `Any`: a callback may reuse the name."""
@@ -153,7 +153,7 @@ class Callback(_Read):
     def _owns(self, name: str) -> bool:
         return name in self.__dict__ or hasattr(type(self), name)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> "State":
         """Return the values that the callback needs to continue an interrupted fit, for `CheckpointCallback`.
 
         It is called after a training step, after an epoch's training, and after an epoch. Values are numbers, strings,
@@ -171,7 +171,7 @@ class Callback(_Read):
         """
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: "State") -> None:
         """Restore the result of `state_dict`. It is called once, after the hooks that the resumed fit runs again.
 
         These hooks are `before_fit`, and in mid-epoch `before_epoch` and `before_train`, in which the callback does not

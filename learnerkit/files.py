@@ -27,7 +27,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -35,11 +35,9 @@ from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from learnerkit.marks import collective
 from learnerkit.shards import gathered, is_shard, storage_of
+from learnerkit.state import Learner
 from learnerkit.stores.paths import AnyPath, StorePath, any_path
 from learnerkit.text import first_few, printable
-
-if TYPE_CHECKING:
-    from learnerkit.learner import Learner
 
 T = TypeVar("T")
 

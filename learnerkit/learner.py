@@ -80,7 +80,7 @@ from learnerkit.preflight.ranks import check_distributed
 from learnerkit.preflight.step import check
 from learnerkit.processes.rank_main import shorten, wants_short
 from learnerkit.shards import Gatherer, rows_for
-from learnerkit.state import COUNTERS, TRANSIENT, RunState
+from learnerkit.state import COUNTERS, TRANSIENT, RunState, State
 from learnerkit.stores.paths import AnyPath, StorePath
 from learnerkit.utils import (
     PlainLock,
@@ -90,6 +90,7 @@ from learnerkit.utils import (
     listify,
     overrides,
     own_loss_arguments,
+    replaced,
     restorer,
     suggests_keywords,
     training_modes,
@@ -320,11 +321,8 @@ class Learner(RunState):
         self.add_cbs([TrainEvalCallback(), Recorder(), ProgressCallback()] if default_cbs else [])
         self.add_cbs([*dls.cbs, *listify(cbs)])
         arguments.check_loss(self)
-        self._dispatch = Dispatch(self.cbs, fitting=True)
-        try:
+        with replaced(self, _dispatch=Dispatch(self.cbs, fitting=True)):
             self._dispatch.fire(Event.after_create)
-        finally:
-            self._dispatch = RunState._dispatch
 
     def __repr__(self) -> str:
         opts, rates = ", ".join(type(opt).__name__ for opt in self.opts), self.lr
@@ -1046,12 +1044,9 @@ class Learner(RunState):
         cbs = None if batch_tfms is None else BatchTransform(batch_tfms, train=False, valid=True)
         # In a fit, random streams are restored once, after all readings: restored after each, all readings would be
         # alike.
-        in_fit, self._in_fit = self._in_fit, False
-        try:
-            with keep_seeds(dl, self.dls.device) if in_fit else nullcontext():
-                augmented = [self.get_preds(ds_idx, dl, act=act, cbs=cbs)[0] for _ in range(n)]
-        finally:
-            self._in_fit = in_fit
+        streams = keep_seeds(dl, self.dls.device) if self._in_fit else nullcontext()
+        with replaced(self, _in_fit=False), streams:
+            augmented = [self.get_preds(ds_idx, dl, act=act, cbs=cbs)[0] for _ in range(n)]
         return averaged(plain, augmented, beta, use_max), targets
 
     @collective
@@ -1142,10 +1137,13 @@ class Learner(RunState):
         """Make an optimizer, if there is none or `reset` is set."""
         if self.opt is None or reset:
             give_shapes(self)
-            made = self.create_opt()
-            self.opt = optim.as_one(self.opt if made is None else made)
+            self._new_opt()
         for opt in self.opts:
             optim.keep_base_rates(opt)
+
+    def _new_opt(self) -> None:
+        made = self.create_opt()
+        self.opt = optim.as_one(self.opt if made is None else made)
 
     @not_collective("it puts a method in place, which a step calls")
     def _prepare_opt(self, lr: Any = None, wd: float | Mapping | None = None, reset: bool = False) -> None:
@@ -1359,11 +1357,8 @@ class Learner(RunState):
     @contextmanager
     def no_logging(self) -> Iterator[Learner]:
         """Print no table within this context."""
-        logger, self.logger = self.logger, lambda row: None
-        try:
+        with replaced(self, logger=lambda row: None):
             yield self
-        finally:
-            self.logger = logger
 
     def say(self, text: str) -> None:
         """Print a line above the progress bar, on rank 0; in a notebook among the rows of the table.
@@ -1661,7 +1656,7 @@ class Learner(RunState):
         return export(self, fname)
 
     @collective
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Return the state on which the rest of a run depends, as torch's `Stateful` objects do.
 
         It can be called between fits, and in a fit at the events between two optimizer steps, in a callback after all

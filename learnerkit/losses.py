@@ -7,11 +7,11 @@ have its own count.
 
 import inspect
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,13 +24,11 @@ from learnerkit.data.loaders import unknown_keys
 from learnerkit.events import CancelBackwardException
 from learnerkit.gradient_mean import counts_something, host_count, zero_loss
 from learnerkit.marks import collective
+from learnerkit.state import Learner
 from learnerkit.text import did_you_mean
 from learnerkit.torch_internals import nodes_of
-from learnerkit.utils import itself, library_of, overrides, unbound, unwrap, warn
+from learnerkit.utils import itself, library_of, overrides, replaced, unbound, unwrap, warn
 from learnerkit.values import describe, get_field, tensors_in
-
-if TYPE_CHECKING:
-    from learnerkit.learner import Learner
 
 
 def loss_option(loss_func: Any, name: str, default: Any = None) -> Any:
@@ -683,14 +681,9 @@ _UNTIL_THEN = "Until then it may be that steps of several batches or ranks are n
 _OF_PASS = ("batch_size", "xb", "yb", "pred", "output", "loss", "loss_grad", "loss_count")
 
 
-@contextmanager
-def pass_kept(learn: "Learner") -> Iterator[None]:
-    """Restore, at the end of the context, the attributes that the loop's own pass over the present batch has set."""
-    before = {name: getattr(learn, name) for name in _OF_PASS}
-    try:
-        yield
-    finally:
-        vars(learn).update(before)
+def pass_kept(learn: "Learner") -> AbstractContextManager[None]:
+    """Return a context that restores the attributes that the loop's own pass over the present batch has set."""
+    return replaced(learn, **{name: getattr(learn, name) for name in _OF_PASS})
 
 
 @collective

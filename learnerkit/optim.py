@@ -18,20 +18,18 @@ from fnmatch import fnmatchcase
 from inspect import signature
 from itertools import chain
 from numbers import Real
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
 from learnerkit.shards import is_shard, rows_of
+from learnerkit.state import Learner
 from learnerkit.text import did_you_mean, first_few, in_one_line, printable
 from learnerkit.torch_internals import StatisticsNorm
 from learnerkit.utils import library_of, restorer, unbound
 from learnerkit.values import describe
-
-if TYPE_CHECKING:
-    from learnerkit.learner import Learner
 
 GROUP = "splitter_group"
 COUNT = "splitter_groups"

@@ -9,7 +9,7 @@ import inspect
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,14 +33,11 @@ from learnerkit.distributed import seeds
 from learnerkit.events import CancelTrainException
 from learnerkit.files import CheckpointError, Saved, fitted, why_not
 from learnerkit.shards import is_shard, put, rows_for
-from learnerkit.state import COUNTERS
+from learnerkit.state import COUNTERS, Learner, State
 from learnerkit.text import in_one_line
 from learnerkit.torch_internals import StatisticsNorm
 from learnerkit.utils import unbound, unwrap
 from learnerkit.values import describe, digests, map_batch, same, tensors_in
-
-if TYPE_CHECKING:
-    from learnerkit.learner import Learner
 
 TRAIN, TRAINED = "train", "trained"
 EPOCH, FIT = "epoch", "fit"
@@ -55,7 +52,7 @@ _APART = (
 # Taking a state
 
 
-def state_dict(learn: "Learner", first: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, Any]:
+def state_dict(learn: "Learner", first: Mapping[str, Mapping[str, Any]] | None = None) -> State:
     """Return the state of a learner; see `Learner.state_dict`. A host-device sync.
 
     Args:
@@ -139,7 +136,7 @@ def taking_part(learn: "Learner") -> list[tuple[str, Callback]]:
     return [(key, cb) for key, cb in keys(learn.cbs) if cb.run and (fitting or not cb.only_fit)]
 
 
-def state_of(cb: Callback, first: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def state_of(cb: Callback, first: Mapping[str, Any] | None = None) -> State:
     """Return the state of a callback: the result of its `state_dict`, or the attributes of a user's without one.
 
     Attributes may differ by rank, so they are under the key 'own'. Attributes equal to those in `first` are left out.
@@ -231,7 +228,7 @@ def values_beside(learn: "Learner") -> list[Tensor]:
     return [t.detach() for t in (*optim.parameters_beside(unwrap(learn.model), learn.loss_func, learn.opts), *buffers)]
 
 
-def _loader_state(learn: "Learner", dl: Any) -> dict[str, Any] | None:
+def _loader_state(learn: "Learner", dl: Any) -> State | None:
     if dl is None:
         return None
     source = _source_of(dl)
@@ -441,7 +438,7 @@ def put_rest(learn: "Learner", state: Mapping[str, Any], name: str = "the state"
         distributed.set_seed(seeds.stream_seed(seed, state["counters"]["train_iter"]))
 
 
-def _put_callback(cb: Callback, state: dict[str, Any]) -> None:
+def _put_callback(cb: Callback, state: State) -> None:
     if type(cb).state_dict is not Callback.state_dict:
         cb.load_state_dict(state)
         return
@@ -584,7 +581,6 @@ class _GoOn(Callback):
     only_fit = True
 
     def __init__(self, resumption: Resumption) -> None:
-        super().__init__()
         self.resumption: Resumption | None = resumption
 
     def before_fit(self) -> None:

@@ -11,10 +11,16 @@ if TYPE_CHECKING:
     from learnerkit.data.position import Position
     from learnerkit.gradient_mean import StepGradient
     from learnerkit.large.mapped import Mapped
+    from learnerkit.learner import Learner as Learner
     from learnerkit.losses import LossWeight
     from learnerkit.notebook.kernel import Workers
     from learnerkit.parallel.agreement import Agreement
     from learnerkit.parallel.sharded import Shards
+else:
+    Learner = Any
+
+State = dict[str, Any]
+"""The state of an object, as checkpoints keep it."""
 
 
 class PublicState:

@@ -12,18 +12,16 @@ from contextlib import contextmanager, suppress
 from functools import partial, wraps
 from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from learnerkit.shards import own_class
+from learnerkit.state import Learner
 from learnerkit.text import did_you_mean, escaped
 from learnerkit.torch_internals import caller, own_tensors, without_compiler
-
-if TYPE_CHECKING:
-    from learnerkit.learner import Learner
 
 
 def itself(x: Any) -> Any:
@@ -182,6 +180,19 @@ def spanned_devices(model: nn.Module) -> list[torch.device]:
 
 
 _HOST = ("cpu", "meta")
+
+
+@contextmanager
+def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Set attributes of an object, and restore them at the end."""
+    before = {name: getattr(owner, name) for name in attributes}
+    try:
+        for name, value in attributes.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Optimizer steps of several batches."""
 
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 
@@ -9,6 +9,7 @@ from learnerkit.callback import Callback
 from learnerkit.events import CancelBatchException, CancelStepException
 from learnerkit.gradient_mean import GradientMean, host_count, scale_gradients
 from learnerkit.losses import loss_sums, output_of
+from learnerkit.state import State
 
 
 class GradientAccumulation(Callback):
@@ -30,16 +31,15 @@ class GradientAccumulation(Callback):
 
     order = 6
     run_valid = False
+    mean: Any = None  # the mean that weights the batches, on one process; on several ranks their step has it
 
     def __init__(self, *, n_batches: int | None = None, n_samples: int | None = None) -> None:
-        super().__init__()
         if (n_batches is None) == (n_samples is None):
             raise TypeError(f"got n_batches={n_batches} and n_samples={n_samples}; give one of them")
         for name, value in (("n_batches", n_batches), ("n_samples", n_samples)):
             if value is not None:
                 arguments.check_count(name, value)
         self.n_batches, self.n_samples = n_batches, n_samples
-        self._mean: GradientMean | None = None  # It stays None on several ranks.
         self._batches = self._samples = self._steps = 0
 
     def before_train(self) -> None:
@@ -52,19 +52,14 @@ class GradientAccumulation(Callback):
             )
         if sum(isinstance(cb, GradientAccumulation) and cb.run for cb in learn.cbs) > 1:
             raise ValueError("two callbacks GradientAccumulation: one of them says how many batches a step has")
-        if learn.n_ranks == 1:
-            self.attach()
+        if learn.n_ranks == 1:  # on several ranks their step weights the gradients
+            self.mean, learn._gradient = GradientMean(loss_sums(learn)), self
         self._batches = self._samples = self._steps = 0
         learn.step_batches = self.n_batches or 1
         self._counted = False  # True once `_batches` has the current batch
 
     def before_batch(self) -> None:
         self.begin()
-
-    def attach(self) -> None:
-        """Weight the batches' gradients from here on, on one process; on several ranks their step does it."""
-        learn = self.learn
-        self._mean, learn._gradient = GradientMean(loss_sums(learn)), self
 
     def begin(self) -> None:
         """Count a batch into its step, and decide if the step is due after it."""
@@ -104,7 +99,7 @@ class GradientAccumulation(Callback):
 
     def finish(self) -> None:
         """Correct the gradients after the step's last backward pass, or after its cancel."""
-        learn, mean = self.learn, self._mean
+        learn, mean = self.learn, self.mean
         if mean is None or not (learn.step_due and mean.begun):
             return
         mean.begun = False
@@ -113,15 +108,10 @@ class GradientAccumulation(Callback):
             beside = optim.parameters_beside(learn.model, learn.loss_func, learn.opts)
             scale_gradients([*learn.model.parameters(), *beside], factor)
 
-    @property
-    def mean(self) -> GradientMean:
-        """The mean that weights the batches, on one process; on several ranks their step has it."""
-        return cast(GradientMean, self._mean)
-
     def detach(self) -> None:
         """Stop weighting batches, and drop a step that is not complete."""
-        if self._mean is not None:
-            self.learn._gradient = self._mean = None
+        if self.mean is not None:
+            self.learn._gradient = self.mean = None
 
     after_cancel_backward, after_cancel_train = finish, detach
 
@@ -130,11 +120,11 @@ class GradientAccumulation(Callback):
             raise CancelBatchException
 
     def after_cancel_batch(self) -> None:
-        if self._mean is None:  # On several ranks their Agreement does all this.
+        if self.mean is None:  # On several ranks their Agreement does all this.
             return
         if not self._counted:  # a callback before this one cancelled the batch, which is still one of its step
             self.begin()
-        self._step_if_due(self._mean)
+        self._step_if_due()
 
     def after_batch(self) -> None:
         learn = self.learn
@@ -145,22 +135,22 @@ class GradientAccumulation(Callback):
             learn.pct_train = (learn.epoch + min(1.0, self._steps / steps)) / learn.n_epoch
 
     def after_train(self) -> None:
-        if self._mean is not None:
+        if self.mean is not None:
             self.learn.step_due = True  # a loader without length has ended: the batch before was the last
-            self._step_if_due(self._mean)
+            self._step_if_due()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Return the steps of the epoch so far: a checkpoint is taken between two steps, never inside one."""
         return {"steps": self._steps, "step_batches": self.learn.step_batches}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Continue with the saved count of steps, which `before_train` has set to 0."""
         self._steps, self.learn.step_batches = state["steps"], state["step_batches"]
 
-    def _step_if_due(self, mean: GradientMean) -> None:
+    def _step_if_due(self) -> None:
         "Take the step if the step's last batch has not taken it."
         learn = self.learn
-        if learn.step_due and mean.begun:
+        if learn.step_due and self.mean.begun:
             self.finish()
             learn._events("step", learn._step, CancelStepException)
             learn._zero_grad()

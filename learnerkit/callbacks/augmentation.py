@@ -13,7 +13,7 @@ from learnerkit.callback import Callback
 from learnerkit.data.rows import draw_seed
 from learnerkit.distributed import seeds
 from learnerkit.losses import no_loss
-from learnerkit.utils import overrides
+from learnerkit.utils import overrides, replaced
 from learnerkit.values import describe
 
 
@@ -25,7 +25,6 @@ class _Drawing(Callback):
     """
 
     def __init__(self) -> None:
-        super().__init__()
         self._seeds: dict[bool, int] = {}  # by whether the learner trains
 
     def before_train(self) -> None:
@@ -182,12 +181,8 @@ class _Mixing(_Drawing):
         learn, (share, _) = self.learn, self._mixed
         loss = learn.loss
         loss_grad = learn.loss_grad
-        targets = learn.yb
-        learn.yb = self._others
-        try:
+        with replaced(learn, yb=self._others):
             learn._loss()
-        finally:
-            learn.yb = targets
         learn.loss = share * loss + (1 - share) * learn.loss
         learn.loss_grad = share * loss_grad + (1 - share) * learn.loss_grad
 

@@ -16,6 +16,7 @@ from learnerkit.data.order import order_sources, put_states, states_of
 from learnerkit.events import CancelBatchException
 from learnerkit.marks import collective
 from learnerkit.shards import is_shard, local, put
+from learnerkit.state import State
 from learnerkit.text import first_few
 from learnerkit.torch_internals import BatchNorm
 from learnerkit.utils import spanned_devices, unwrap, warn
@@ -36,7 +37,6 @@ class _Averaging(Callback):
     module: nn.Module | None = None
 
     def __init__(self) -> None:
-        super().__init__()
         self.n_averaged = 0
         self._forget()
 
@@ -146,11 +146,11 @@ class _Averaging(Callback):
     def cleanup_fit(self) -> None:
         self._forget()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Return the average, and how often it was updated."""
         return {"n": self.n_averaged, "average": dict(self._average or self._loaded) if self.n_averaged else {}}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Restore the average: if training has not begun, when it does."""
         self.n_averaged, self._loaded = state["n"], state["average"]
         if self._own:
@@ -351,7 +351,7 @@ class EMA(_Averaging):
             buffers = [self._average[name] for name, t in self._own.items() if not isinstance(t, nn.Parameter)]
             distributed.broadcast_into(buffers if self._average else [])
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Return the average, the counts of updates and steps, and the tensors of `module` that the model lacks.
 
         The averages of buffers are this rank's own, as each rank computes its buffers from its own data.
@@ -369,7 +369,7 @@ class EMA(_Averaging):
                 (state if name in parameters else state["own"]).setdefault(part, {})[name] = t
         return state
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Restore the average; on another number of ranks, all get the buffers of rank 0."""
         own = state["own"] if "own" in state else state["ranks"][0]
         average, beside = (state.get(part, {}) | own.get(part, {}) for part in ("average", "module"))
@@ -386,7 +386,7 @@ def _check_decay(decay: Any, at: str = "") -> None:
     arguments.check_number(
         f"decay{at}",
         decay,
-        lambda share: 0 <= share < 1 or (at and share == 1),
+        lambda share: 0 <= share < 1 or (at != "" and share == 1),
         f"the weight of the past, 0 or more and {most}",
     )
 
@@ -481,11 +481,11 @@ class SWA(_Averaging):
             warn(f"SWA averaged nothing: no epoch of this fit began at start={self.start} or later")
         super().after_fit()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Return the average, how often it was updated, and whether this epoch counts."""
         return super().state_dict() | {"counts": self._counts}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         super().load_state_dict(state)
         self._counts = state["counts"]
 
@@ -505,7 +505,6 @@ class _Statistics(Callback):
     order = _Averaging.order + 1
 
     def __init__(self, norms: list[Any]) -> None:
-        super().__init__()
         self.norms, self.found = norms, list[dict[str, Tensor]]()
         self._momenta: list[float | None] = []
 

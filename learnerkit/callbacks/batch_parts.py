@@ -76,7 +76,11 @@ class Batches:
         self._is_computed = self._is_computing = False
         self._given: Any = None  # the ids and versions of the predictions' tensors
         self._root: Any = None  # the loss that the loop differentiates; it refers to this object
-        self._found = _Found(None, {}, [], [], [])  # the results of the parts
+        self._total: Any = None  # the loss of the whole batch, without a graph
+        self._gradients: dict[Tensor, Tensor] = {}  # its gradients, by parameter, times the scale of the loss
+        self._reached: list[Tensor] = []  # parameters on which the predictions depend, but not the loss
+        self._shares: list[Any] = []  # the share of each part in the batch's count
+        self._outputs: list[tuple[Any, Any]] = []  # the predictions and the output of each part
         self._shown: Any = None  # the loss that the learner has got
         self._ways: list[tuple[Tensor, _Way]] = []  # predictions, with how they are joined
         self._linked: list[Tensor] = []  # the parameters on which the loop's loss depends
@@ -156,7 +160,7 @@ class Batches:
                 self._root = learn.loss_grad if self._root is None else self._root
                 return
             self.compute(self._more(1))
-        learn.loss_grad, learn.loss = self._root, self._found.total
+        learn.loss_grad, learn.loss = self._root, self._total
 
     def _is_changed(self) -> bool:
         """Tell whether a callback has changed the predictions, or the targets."""
@@ -173,7 +177,7 @@ class Batches:
             for p in self.params:
                 p.grad = None
             self.compute(self._more(1))
-            learn.loss = self._found.total
+            learn.loss = self._total
             self._root.backward()
 
     # Trying
@@ -357,10 +361,11 @@ class Batches:
         factor = mean.correction()
         if isinstance(factor, Tensor) or factor != 1:
             scale_each(gradients.values(), factor)
-        shares = _shares([count for _, count in losses], mean.sums)
+        self._shares = _shares([count for _, count in losses], mean.sums)
         values = [in_float32(loss) for loss, _ in losses if loss is not None]
-        beside = [p for p in self._trained() if p in reached and p not in gradients]
-        self._found = _Found(_weighed(values, shares) if values else None, gradients, beside, shares, seen)
+        self._reached = [p for p in self._trained() if p in reached and p not in gradients]
+        self._total = _weighed(values, self._shares) if values else None
+        self._gradients, self._outputs = gradients, seen
 
     def _count(self) -> Any:
         return host_count(self.learn.loss_count)
@@ -383,20 +388,19 @@ class Batches:
     def _put_on(self) -> None:
         """Set the learner's predictions for the whole batch; in training they have a graph."""
         learn = self.learn
-        results = self._found
         last = self._shown
         dim = learn.dls.dims_of(learn.xb, learn.yb)[2]
-        counts = [get_field(results.outputs[0][1], name) for name in weighting_of(learn).entries]
-        whole, ways = _joined(results.outputs, self.cut, results.shares, dim, counts)
-        self._shown, results.outputs = results.total, []
+        counts = [get_field(self._outputs[0][1], name) for name in weighting_of(learn).entries]
+        whole, ways = _joined(self._outputs, self.cut, self._shares, dim, counts)
+        self._shown, self._outputs = self._total, []
         if self._is_computed:  # other ranks need more parts; the events have taken place
-            learn.loss = results.total if learn.loss is last else learn.loss
+            learn.loss = self._total if learn.loss is last else learn.loss
             by_place = {way.place: way for _, way in ways}
             self._ways = [(t, by_place.get(way.place, way)) for t, way in self._ways]
             return
         self._is_computed = True
         self._ways = ways
-        self._root = results.total
+        self._root = self._total
         outputs = [t for t, _ in ways]
         if learn.training:
             self._root, linked = self._linked_to(outputs)
@@ -407,32 +411,32 @@ class Batches:
             learn.output = learn.pred
         self._given = _versions(learn.pred)
         if len(self.cut) > 1:
-            self.cb.check_loss(self._own["_loss"], results.total)
+            self.cb.check_loss(self._own["_loss"], self._total)
 
     def _linked_to(self, outputs: list[Tensor]) -> tuple[Any, Sequence[Tensor]]:
         """Return the loss, and these outputs, as functions of the parameters."""
-        root = self._found.total
+        root = self._total
         linked_outputs: Sequence[Tensor] = outputs
         inputs = {leaf: t for t, leaf in self._leaves.items()}
-        self._linked = list(self._found.gradients)
+        self._linked = list(self._gradients)
         linked = [inputs.get(p, p) for p in self._linked]
         if linked:
             (root,) = _OfParts.apply(self.of_loss, 1, root, *linked)
-        self._linked_by_outputs = [*self._linked, *self._found.reached]
+        self._linked_by_outputs = [*self._linked, *self._reached]
         if outputs and self._linked_by_outputs:
-            linked += [inputs.get(p, p) for p in self._found.reached]
+            linked += [inputs.get(p, p) for p in self._reached]
             linked_outputs = _OfParts.apply(self.of_outputs, len(outputs), *outputs, *linked)
         return root, linked_outputs
 
     def of_loss(self, factor: Tensor | None) -> list[Tensor | None]:
         """Return, once for each batch, the linked parameters' gradients times `factor`, that of the batch's loss."""
-        if not self._found.gradients:
+        if not self._gradients:
             raise RuntimeError(
                 "the gradients of a batch that SplitBatch has taken in parts were given already: call backward once for"
                 " a batch, or leave SplitBatch out"
                 " (errors.html#split-batch)"
             )
-        gradients, self._found.gradients = self._found.gradients, {}
+        gradients, self._gradients = self._gradients, {}
         if factor is None:
             return [None] * len(self._linked)
         if not (factor.is_cpu and factor == self._scale):  # A factor on a device is not read.
@@ -468,25 +472,6 @@ class Batches:
                     torch.autograd.backward(list(given), list(given.values()))
         self._put_back()
         return gradients
-
-
-@dataclass
-class _Found:
-    """The results of the parts of a batch.
-
-    Attributes:
-        total: the loss of the whole batch, without a graph.
-        gradients: its gradients, by parameter, times the scale of the loss.
-        reached: parameters on which the predictions depend, but not the loss.
-        shares: the share of each part in the batch's count.
-        outputs: the predictions and the output of each part.
-    """
-
-    total: Any
-    gradients: dict[Tensor, Tensor]
-    reached: list[Tensor]
-    shares: list[Any]
-    outputs: list[tuple[Any, Any]]
 
 
 @dataclass

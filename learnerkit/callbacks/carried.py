@@ -10,6 +10,7 @@ from learnerkit import distributed
 from learnerkit.callback import Callback
 from learnerkit.data.batches import to_device
 from learnerkit.data.cuts import cut_rows, even_spans, join_rows, map_rows, parted, row_counts, rows_in
+from learnerkit.state import State
 from learnerkit.utils import itself, unwrap
 from learnerkit.values import describe, map_batch
 
@@ -44,7 +45,6 @@ class CarriedState(Callback):
     order = 12  # behind what wraps the model, and what gives a rank its loader
 
     def __init__(self, dim: int = 0, reset: str = "epoch") -> None:
-        super().__init__()
         if type(dim) is not int or dim < 0:
             raise ValueError(f"got dim={dim!r}; it is the dimension of the rows in the tensors of a state: 0, 1, ...")
         if reset not in ("epoch", "never"):
@@ -185,11 +185,11 @@ class CarriedState(Callback):
 
     # Checkpoints
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Return the state of this rank's rows."""
         return {"own": {"state": self._state}}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Restore the state; on another number of ranks, take this rank's rows of all states."""
         if "ranks" in state:
             known = [own["state"] for own in state["ranks"] if own["state"] is not None]

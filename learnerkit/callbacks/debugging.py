@@ -13,6 +13,7 @@ from learnerkit.callback import Callback
 from learnerkit.data.batches import loader_len, to_device
 from learnerkit.data.cuts import Share
 from learnerkit.data.iterable import LoaderView
+from learnerkit.state import State
 from learnerkit.utils import warn
 from learnerkit.values import map_batch
 
@@ -76,22 +77,7 @@ class RepeatingLoader(LoaderView):
         return map_batch(torch.clone, batch)  # a copy, since a callback may change it in place
 
 
-class _LoaderSwap(Callback):
-    """Replaces `learn.dl` by a view of it, and puts it back."""
-
-    order = 12  # after DistributedCallback, whose loader gives the rank its share
-    only_fit = True
-    _original: Any = None
-
-    def _swap(self, view: LoaderView) -> None:
-        self._original, self.learn.dl = self.learn.dl, view
-
-    def cleanup_train(self) -> None:
-        if self._original is not None:
-            self.learn.dl, self._original = self._original, None
-
-
-class ShortEpochCallback(_LoaderSwap):
+class ShortEpochCallback(Callback):
     """Reads only part of each epoch of a fit, to try out a script; schedules adapt to the short epoch.
 
     Args:
@@ -104,8 +90,10 @@ class ShortEpochCallback(_LoaderSwap):
             without length.
     """
 
+    order = 12  # after DistributedCallback, whose loader gives the rank its share
+    only_fit = True
+
     def __init__(self, pct: float | None = None, n: int | None = None, short_valid: bool = True) -> None:
-        super().__init__()
         if (pct is None) == (n is None):
             raise TypeError(f"got pct={pct} and n={n}; give one of them")
         if pct is not None:
@@ -118,14 +106,11 @@ class ShortEpochCallback(_LoaderSwap):
         self.short_valid = short_valid
 
     def before_train(self) -> None:
-        self._swap(ShortLoader(self.learn.dl, self._batches(), self.learn.first_iter))
+        self.learn.dl = ShortLoader(self.learn.dl, self._batches(), self.learn.first_iter)
 
     def before_validate(self) -> None:
         if self.short_valid:
             self.before_train()
-
-    def cleanup_validate(self) -> None:
-        self.cleanup_train()
 
     def _batches(self) -> int:
         if self.n is not None:
@@ -140,7 +125,7 @@ class ShortEpochCallback(_LoaderSwap):
         return max(1, round((self.pct or 0) * length))
 
 
-class OverfitBatch(_LoaderSwap):
+class OverfitBatch(Callback):
     """Trains only on the first batch of the fit, to see whether model and loss can learn at all.
 
     The batch is kept as it was read, with its random augmentation. Under DDP each rank keeps its share of the first
@@ -153,24 +138,26 @@ class OverfitBatch(_LoaderSwap):
         ValueError: `n` below 1.
     """
 
+    order = ShortEpochCallback.order
+    only_fit = True
+
     def __init__(self, n: int = 1) -> None:
-        super().__init__()
         arguments.check_count("n", n, "a number of batches")
         self.n = n
         self._kept: list[tuple[Any, dict]] = []
 
     def before_train(self) -> None:
         learn = self.learn
-        self._swap(RepeatingLoader(learn.dl, self.n, learn.dls.device, self._kept, learn.first_iter))
+        learn.dl = RepeatingLoader(learn.dl, self.n, learn.dls.device, self._kept, learn.first_iter)
 
     def cleanup_fit(self) -> None:
         self._kept = []
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         kept = [(batch, facts | {"share": facts["share"] and tuple(facts["share"])}) for batch, facts in self._kept]
         return {"n": self.n, "own": kept}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         kept = to_device(state.get("own", []), self.learn.dls.device)  # none for another number of ranks
         # In place: the loader of the epoch has the list.
         self._kept[:] = [(batch, facts | {"share": facts["share"] and Share(*facts["share"])}) for batch, facts in kept]
@@ -202,7 +189,6 @@ class Profiler(Callback):
     _profiler: Any = None
 
     def __init__(self, folder: str | Path = "profile", steps: tuple[int, int] = (10, 15), **options: Any) -> None:
-        super().__init__()
         if not isinstance(steps, Sequence) or len(steps) != 2:
             raise TypeError(f"got steps={steps!r}; it is the first and the last step to record, such as (10, 15)")
         first, last = steps

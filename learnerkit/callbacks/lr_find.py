@@ -66,7 +66,6 @@ class LRFinder(StepBudget):
             ) from None
         self._sched = SchedExp(start_lr, end_lr)
         self.lrs: list[float] = []
-        self._losses: list[float] = []
         self._smooth = Smoother(_BETA)
         self._diverged = False
         self.curve: tuple[list[float], list[float], dict[str, float]] | None = None
@@ -112,8 +111,7 @@ class LRFinder(StepBudget):
         if not count:
             return
         self.lrs.append(self._rate)
-        self._losses.append(total if loss_sums(learn) else total / count)
-        self._smooth.extend(self._losses)
+        self._smooth.extend([*self._smooth.given, total if loss_sums(learn) else total / count])
         # The first losses may vary much by chance, and are not used for suggestions either.
         bound = _DIVERGED * min(self.losses) if len(self.losses) > self.n_steps // 10 else math.inf
         self._diverged = not self.losses[-1] <= bound  # true for NaN too

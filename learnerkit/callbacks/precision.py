@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from inspect import signature
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from learnerkit.data.batches import in_float32
 from learnerkit.events import CancelStepException
 from learnerkit.marks import collective
 from learnerkit.shards import is_shard, local, total_norm
+from learnerkit.state import Learner, State
 from learnerkit.text import did_you_mean, first_few
 from learnerkit.torch_internals import (
     clip_elements,
@@ -28,9 +29,6 @@ from learnerkit.torch_internals import (
 )
 from learnerkit.utils import itself, unwrap
 from learnerkit.values import map_batch
-
-if TYPE_CHECKING:
-    from learnerkit.learner import Learner
 
 MODES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -72,7 +70,6 @@ class MixedPrecision(Callback):
     order = 10
 
     def __init__(self, mode: str = "fp16", **scaler_kwargs: Any) -> None:
-        super().__init__()
         if mode not in MODES:
             near = did_you_mean(mode, MODES)
             raise ValueError(f"got mode={mode!r}; MixedPrecision has {' and '.join(map(repr, MODES))}{near}")
@@ -181,11 +178,11 @@ class MixedPrecision(Callback):
             self.learn._scaler_state = self.scaler.state_dict()  # plain numbers: a host-device sync
         self.scaler = self._gate = None
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Return the scale. A host-device sync."""
         return {"skipped": self.skipped, "scaler": self.scaler.state_dict() if self.scaler is not None else {}}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Restore the scale."""
         self.skipped = state["skipped"]
         if self.scaler is not None and state["scaler"] and self.scaler.is_enabled():
@@ -236,7 +233,6 @@ class GradientClip(Callback):
         max_value: float | None = None,
         each: bool = False,
     ) -> None:
-        super().__init__()
         arguments.check_positive("max_norm", max_norm)
         arguments.check_positive("norm_type", norm_type)
         if max_value is not None:
@@ -296,7 +292,6 @@ class ChannelsLast(Callback):
     order = -1
 
     def __init__(self) -> None:
-        super().__init__()
         self._strides: list[tuple[Tensor, tuple[int, ...]]] = []
 
     def before_fit(self) -> None:
@@ -342,7 +337,6 @@ class Compile(Callback):
     order = 1  # after DataParallel (0) has wrapped the model; DDP (11, before_train) wraps the compiled module
 
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__()
         _check_arguments("torch.compile", kwargs, torch.compile, "model")
         self.kwargs = kwargs
         graphs = (kwargs.get("options") or {}).get("triton.cudagraphs") or kwargs.get("backend") == "cudagraphs"

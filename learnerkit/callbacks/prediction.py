@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from inspect import signature
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,10 +12,9 @@ from learnerkit.callback import Callback
 from learnerkit.data.batches import Rows, concat, gather_batches, on_host, with_rows
 from learnerkit.losses import activation_of, check_predictions, decode_of, loss_arguments, loss_name, unwrap_partial
 from learnerkit.marks import collective
+from learnerkit.state import Learner
+from learnerkit.utils import replaced
 from learnerkit.values import describe, entries, map_batch
-
-if TYPE_CHECKING:
-    from learnerkit.learner import Learner
 
 
 class GatherPredictions(Callback):
@@ -35,7 +34,6 @@ class GatherPredictions(Callback):
     def __init__(
         self, with_input: bool, with_loss: bool, with_decoded: bool, act: Callable[[Tensor], Tensor] | None, on: str
     ) -> None:
-        super().__init__()
         if on not in ("all", "rank0"):
             raise ValueError(f"got on={on!r}; predictions come on='all' ranks or on='rank0'")
         self.with_input = with_input
@@ -168,7 +166,6 @@ class KeepPredictions(Callback):
     name = GatherPredictions.name
 
     def __init__(self, n: int, act: Callable[[Tensor], Tensor] | None) -> None:
-        super().__init__()
         self.n, self.act = n, act
         self.found: list[Prediction] | None = None
 
@@ -265,10 +262,8 @@ def _decoded(loss_func: Any, pred: Any, names: Any) -> Any:
     if loss_func is None:
         dim = _class_dim(pred, names)
         return None if dim is None else pred.argmax(dim)
-    try:
-        return decoder(loss_func)(pred)
-    except NotDecoded:
-        return None
+    decode = decode_of(loss_func)
+    return None if decode is None else decode(pred)
 
 
 def without_batch(part: Any) -> Any:
@@ -328,12 +323,8 @@ def per_sample(loss_func: Any) -> Callable[..., Tensor]:
     if hasattr(unwrap_partial(loss_func), "reduction"):
 
         def losses(*args: Any, **kwargs: Any) -> Tensor:
-            module = unwrap_partial(loss_func)
-            before, module.reduction = module.reduction, "none"
-            try:
+            with replaced(unwrap_partial(loss_func), reduction="none"):
                 return loss_func(*args, **kwargs)
-            finally:
-                module.reduction = before
 
         return losses
     try:
@@ -348,10 +339,6 @@ def per_sample(loss_func: Any) -> Callable[..., Tensor]:
     return partial(loss_func, reduction="none")
 
 
-class NotDecoded(ValueError):
-    """The error that a loss does not say how to decode predictions."""
-
-
 def decoder(loss_func: Any) -> Callable[[Tensor], Tensor]:
     """Return the function that decodes predictions made for `loss_func`.
 
@@ -360,7 +347,7 @@ def decoder(loss_func: Any) -> Callable[[Tensor], Tensor]:
     """
     if (decode := decode_of(loss_func)) is not None:
         return decode
-    raise NotDecoded(
+    raise ValueError(
         f"with_decoded=True: it is not known how to decode predictions for {loss_func!r}; give the loss a method "
         "`decode(pred)`, or decode the predictions yourself"
     )

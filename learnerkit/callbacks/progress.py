@@ -4,7 +4,7 @@ import html
 import io
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tqdm import tqdm
 
@@ -12,10 +12,8 @@ from learnerkit.callback import Callback
 from learnerkit.callbacks.recorder import TableLogger, format_row, format_value
 from learnerkit.data.batches import loader_len
 from learnerkit.data.show import pyplot
+from learnerkit.state import Learner
 from learnerkit.utils import front_end
-
-if TYPE_CHECKING:
-    from learnerkit.learner import Learner
 
 _REFRESH = 0.1  # seconds; the bar is redrawn at most this often
 _BAR = "{desc} {percentage:3.0f}% |{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
@@ -34,14 +32,12 @@ class ProgressCallback(Callback):
     order = 60
     rank0_only = True
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._bar: tqdm | None = None
-        self._page: NotebookPage | None = None
-        self._logger: Any = None
-        self._task: str | None = None
-        self._next = 0.0
-        self._skipped = 0
+    _bar: tqdm | None = None
+    _page: "NotebookPage | None" = None
+    _logger: Any = None
+    _task: str | None = None
+    _next = 0.0
+    _skipped = 0
 
     def before_fit(self) -> None:
         learn = self.learn

@@ -42,7 +42,6 @@ class ActivationCheckpointing(Callback):
     order = 2  # before DistributedCallback wraps the model
 
     def __init__(self, modules: str | type[nn.Module] | Iterable[str | type[nn.Module]] | None = None) -> None:
-        super().__init__()
         self.modules = listify(modules)
         self._recomputed = ExitStack()
         self._forwards: dict[nn.Module, partial] = {}

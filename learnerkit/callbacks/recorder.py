@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import compress, zip_longest
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,12 +25,10 @@ from learnerkit.losses import check_predictions, counted_parts
 from learnerkit.marks import collective
 from learnerkit.metrics import DEPENDS_ON_CUT, AccumMetric, Meter, check_columns, make_meters, weighted_mean
 from learnerkit.metrics.meters import is_number
+from learnerkit.state import Learner, State
 from learnerkit.text import columns, did_you_mean, escaped_line, format_time
 from learnerkit.utils import listify
 from learnerkit.values import describe, map_batch
-
-if TYPE_CHECKING:
-    from learnerkit.learner import Learner
 
 
 class LossMeter(WeighedScalars):
@@ -85,7 +83,7 @@ class LossMeter(WeighedScalars):
             return totals, counts, [not ranks for ranks in begun]
         return totals, counts, self.cancelled
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Return the losses and counts of this rank. A host-device sync."""
         return {
             "losses": super().state_dict(), "cancelled": list(self.cancelled), "steps": self.steps,
@@ -207,7 +205,7 @@ class Evaluation:
         check_columns(self.meters)
         return values
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Return this rank's losses and the states of its metrics. A host-device sync."""
         meters = [] if self._is_fresh else [meter.state_dict() for meter in self.meters]
         return self.loss.state_dict() | {"batches": self.batches, "meters": meters}
@@ -237,7 +235,6 @@ class Validation(Callback):
     run_train = False
 
     def __init__(self) -> None:
-        super().__init__()
         self.values: list[float] = []
 
     def before_validate(self) -> None:
@@ -290,12 +287,12 @@ class Smoother:
             self._add(loss)
         self._seen, self._epoch_start = 0, (len(self.values), self._average, self._count)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Return the values of finished epochs, without the current one."""
         length, *average = self._epoch_start
         return {"values": self.values[:length], "given": self.given[:length], "average": average}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Restore the values of finished epochs."""
         self.values = list(state["values"])
         self.given = list(state["given"])
@@ -362,7 +359,6 @@ class Recorder(Callback):
     def __init__(
         self, add_time: bool = True, train_metrics: bool = False, valid_metrics: bool = True, beta: float = 0.98
     ) -> None:
-        super().__init__()
         arguments.check_number("beta", beta, lambda b: 0 <= b < 1, "the smoothing, 0 (none) or more and less than 1")
         self.add_time, self.beta = add_time, beta
         self.train_metrics, self.valid_metrics = train_metrics, valid_metrics
@@ -578,7 +574,7 @@ class Recorder(Callback):
                 counts[name] += count
         return {name: total / counts[name] if counts[name] else math.nan for name, total in totals.items()}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Return the record of this fit and the earlier ones, and in 'own' this rank's part of the current epoch."""
         logged = {name: values.state_dict() for name, values in self.logged.items()}
         return {
@@ -590,7 +586,7 @@ class Recorder(Callback):
             "own": {"train": self._train.state_dict(), "logged": logged},
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Restore the record. On another number of ranks, rank 0 gets the parts of the epoch of all ranks."""
         for name in _LISTS:
             setattr(self, name, list(state[name]))

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau as TorchPlateau
 from learnerkit import arguments, optim
 from learnerkit.callback import Callback
 from learnerkit.callbacks.recorder import check_monitor, monitored
+from learnerkit.state import State
 from learnerkit.text import did_you_mean, first_few
 from learnerkit.utils import listify, warn
 
@@ -188,7 +189,6 @@ class ParamScheduler(Callback):
     only_fit = True
 
     def __init__(self, scheds: Mapping[str, Schedule | Sequence[Schedule] | Mapping[Any, Any]]) -> None:
-        super().__init__()
         if not isinstance(scheds, Mapping):
             raise TypeError(f"got {scheds!r}; it is a dict by hyper-parameter, such as {{'lr': SchedCos(1e-3, 0)}}")
         self.scheds = {name: optim.listed(sched) for name, sched in scheds.items()}
@@ -236,11 +236,11 @@ class ParamScheduler(Callback):
         for name, value in last.items():
             self.hps[name].append(value)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Return the values at every batch so far."""
         return {"hps": {name: list(values) for name, values in self.hps.items()}}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Restore the values, in the lists that the recorder shares."""
         for name, values in state["hps"].items():
             if name in self.hps:
@@ -309,7 +309,6 @@ class TorchScheduler(Callback):
     only_fit = True
 
     def __init__(self, make: Callable[[Optimizer], Any], step: str = "batch", monitor: str | None = None) -> None:
-        super().__init__()
         if not callable(make):
             raise TypeError(f"got {make!r}; pass a function that makes the scheduler when a fit begins: {_EXAMPLE}")
         if step not in ("batch", "epoch"):
@@ -381,11 +380,11 @@ class TorchScheduler(Callback):
                 warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
                 scheduler.step(*values)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Return the schedulers' states, without functions and other values that are not plain."""
         return {"schedulers": [plain_part(scheduler.state_dict()) for scheduler in self._schedulers]}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Restore the schedulers."""
         for scheduler, saved in zip(self._schedulers, state["schedulers"], strict=False):
             scheduler.load_state_dict(_completed(saved, scheduler.state_dict()))

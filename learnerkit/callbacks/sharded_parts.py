@@ -12,7 +12,7 @@ from learnerkit import distributed
 from learnerkit.callbacks.batch_parts import Batches, Part, distinct
 from learnerkit.data.batches import in_float32
 from learnerkit.losses import output_of, pass_kept, take_loss, wants_loss
-from learnerkit.marks import collective
+from learnerkit.marks import collective, not_collective
 from learnerkit.torch_internals import BatchNorm, leaves_of
 from learnerkit.values import tensors_in
 
@@ -34,12 +34,13 @@ class ShardedBatches(Batches):
         params: the parameters that get gradients.
     """
 
+    @not_collective("it puts a method in place, which a step calls")
     def __init__(self, cb: "SplitBatch", params: list[Tensor]) -> None:
         super().__init__(cb, params)
-        learn = self.learn
-        inner: Any = learn._gradient
-        self._inner: Sharded = inner.inner if isinstance(inner, _InParts) else inner
-        learn._gradient = _InParts(self._inner, self)
+        inner: Any = self.learn._gradient
+        self._inner: Sharded = inner
+        self._whole: Callable[[], None] = partial(type(inner).backward, inner)
+        inner.backward = self.backward
         self._shards = self._inner.shards
         self._is_taken = False  # whether this object computes the current batch
         self._is_careful = False  # whether the current batch may run out of memory
@@ -77,7 +78,7 @@ class ShardedBatches(Batches):
 
     def _linked_to(self, outputs: list[Tensor]) -> tuple[Any, Sequence[Tensor]]:
         self._ends = [t.detach().requires_grad_() for t in outputs]
-        total = self._found.total
+        total = self._total
         return None if total is None else total.detach().clone().requires_grad_(), self._ends
 
     # The passes with gradients
@@ -87,7 +88,7 @@ class ShardedBatches(Batches):
         """Compute the gradients of the batch."""
         learn, inner = self.learn, self._inner
         if not self._is_taken:
-            inner.backward()
+            self._whole()
             return
         has_data, due = bool(learn.batch_size), learn.step_due
         parts = self._agreed(self.parts if has_data else 0)
@@ -186,7 +187,7 @@ class ShardedBatches(Batches):
         if done is not None:
             vars(learn)["_backward"] = partial(self._tried_backward, done)
         try:
-            self._inner.backward()
+            self._whole()
         finally:
             vars(learn).pop("_backward", None)
 
@@ -205,7 +206,7 @@ class ShardedBatches(Batches):
         if factor is not None:
             loss = loss * factor
         made = distinct((self.learn.pred, self.learn.output))
-        share = self._found.shares[i]
+        share = self._shares[i]
         for (_, way), grad in zip(self._ways, of_outputs, strict=False):
             if grad is not None and share:
                 loss = loss + (made[way.place] * way.of_part(grad, i)).sum() / share
@@ -232,25 +233,3 @@ class ShardedBatches(Batches):
         learn.loss = None
         learn.loss_grad = None
         self._own["_forward"]()
-
-
-class _InParts:
-    """The object that computes gradients for the learner, in parts, of a sharded model.
-
-    Args:
-        inner: computes the gradients of one pass.
-        batches: runs the passes.
-    """
-
-    def __init__(self, inner: "Sharded", batches: ShardedBatches) -> None:
-        self.inner, self.mean = inner, inner.mean
-        self.backward: Callable[[], None] = batches.backward
-
-    @property
-    def is_inside(self) -> bool:
-        """Tell whether a forward pass with gradients has begun, and not ended."""
-        return self.inner.is_inside
-
-    def detach(self) -> None:
-        """Take the hooks off the units."""
-        self.inner.detach()

@@ -15,6 +15,7 @@ from learnerkit.data.batches import in_float32
 from learnerkit.data.order import keep_seeds
 from learnerkit.losses import counts_predictions, doubtful_count, is_of_torch, loss_name, pass_kept
 from learnerkit.marks import collective
+from learnerkit.state import State
 from learnerkit.text import first_few
 from learnerkit.torch_internals import BatchNorm, Dropout
 from learnerkit.utils import overrides, unwrap
@@ -56,7 +57,6 @@ class SplitBatch(Callback):
     order = 13  # behind what gives a batch without data its forward pass
 
     def __init__(self, parts: int | None = None) -> None:
-        super().__init__()
         if parts is not None:
             arguments.check_count("parts", parts)
         self.parts = parts or 1
@@ -213,11 +213,11 @@ class SplitBatch(Callback):
             )
         self._checked = True
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Return the numbers of parts of this rank, and the sizes that fit."""
         return {"own": {"train": (self.parts, self._fits), "evaluation": self._evaluated}}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Restore the numbers of parts; on another number of ranks, take the most parts and the smallest sizes."""
         ranks = state["ranks"] if "ranks" in state else [state["own"]]
 

@@ -22,6 +22,7 @@ from learnerkit.events import CancelException, CancelFitException
 from learnerkit.files import name_or_any_path, place_of
 from learnerkit.host_scalars import HostScalars
 from learnerkit.marks import collective
+from learnerkit.state import State
 from learnerkit.stores.paths import AnyPath
 from learnerkit.utils import warn
 
@@ -64,7 +65,6 @@ class TrackerCallback(NamedState):
         min_delta: float = 0.0,
         reset_on_fit: bool = True,
     ) -> None:
-        super().__init__()
         if not isinstance(monitor, str):
             raise TypeError(f"got monitor={monitor!r}; it is the name of a column of the table, such as 'valid_loss'")
         arguments.check_number("min_delta", min_delta, lambda d: d >= 0, "0 or more, also where less is better")
@@ -206,11 +206,11 @@ class SaveModelCallback(TrackerCallback):
             self._load_best(self._best_path)
             self.learn.say(f"loaded the best model ({self.monitor} {self.best:.6g}) from {self._best_path}")
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Return the best value, the rows so far, and whether the best model is in its file."""
         return super().state_dict() | {"saved": self._best_path is not None}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Load the best model at the end, if there is one; its place is this callback's, not what a file says."""
         super().load_state_dict(state)
         file: Any = place_of(self.learn, self.fname)
@@ -369,7 +369,6 @@ class ValidateEvery(StepCounter):
     only_fit = True
 
     def __init__(self, n: int) -> None:
-        super().__init__()
         arguments.check_count("n", n, "a number of optimizer steps")
         self.n = n
 
@@ -415,7 +414,7 @@ class TerminateOnNaNCallback(Callback):
 
     def __init__(self) -> None:
         super().__init__()
-        self.before_fit()  # it may be added in the middle of a fit
+        self.before_fit()
 
     def before_fit(self) -> None:
         self._bad: tuple[int, int, int, float] | None = None  # epoch, step, rank and loss

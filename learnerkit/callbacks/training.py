@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Set
-from typing import Any
 
 import torch
 from torch import nn
@@ -12,6 +11,7 @@ from learnerkit.callback import Callback
 from learnerkit.data.position import Position
 from learnerkit.endings import ending_of
 from learnerkit.events import CancelTrainException
+from learnerkit.state import State
 from learnerkit.torch_internals import BatchNorm, Dropout
 from learnerkit.utils import unwrap
 
@@ -109,11 +109,11 @@ class NamedState(Callback):
 
     _state_names: tuple[str, ...]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Return the attributes that are the state, by name."""
         return {name: getattr(self, name) for name in self._state_names}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Restore the attributes that are the state."""
         for name in self._state_names:
             setattr(self, name, state[name])
@@ -125,9 +125,7 @@ class StepCounter(NamedState):
     run_valid = False
     _state_names = ("_steps", "_step_open")
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._steps, self._step_open = 0, False
+    _steps, _step_open = 0, False
 
     def before_fit(self) -> None:
         self._steps = 0
@@ -153,7 +151,6 @@ class StepBudget(StepCounter):
     order = 100  # after the other callbacks, which must see the last step too
 
     def __init__(self, n_steps: int) -> None:
-        super().__init__()
         self.n_steps = n_steps
 
     def before_fit(self) -> None:
@@ -171,7 +168,7 @@ class StepBudget(StepCounter):
         super().after_train()
         self._advance()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Restore the count of steps; the budget may be larger than it was."""
         super().load_state_dict(state)
         self._advance()
@@ -194,7 +191,6 @@ class MCDropout(Callback):
     run_train = False
 
     def __init__(self) -> None:
-        super().__init__()
         self._left_on: list[nn.Module] = []
         self._fast = torch.backends.mha.get_fastpath_enabled()
 

@@ -40,6 +40,7 @@ from learnerkit.processes.rank_main import end_at_once
 from learnerkit.processes.requests import END, SAVE, Request
 from learnerkit.run_state import EPOCH, FIT, TRAIN, TRAINED, Resumption, first_attributes, fitting, keys, state_dict
 from learnerkit.shards import local
+from learnerkit.state import State
 from learnerkit.stores.paths import AnyPath, StorePath, any_path
 from learnerkit.text import first_few, format_time, printable
 from learnerkit.utils import unwrap, warn
@@ -108,7 +109,6 @@ class CheckpointCallback(StepCounter):
         self, path: str | Path, every: str | int = "epoch", keep: int = 3, resume: bool | str = False,
         save_on_signal: bool = True, async_save: bool = False, strict: bool = False, per_learner: bool = False,
     ) -> None:  # fmt: skip
-        super().__init__()
         if not isinstance(path, str | Path) or "\0" in str(path):
             raise TypeError(f"got path={path!r}; it is the directory for the checkpoints of this run, such as 'runs/1'")
         arguments.check_count("keep", keep, "a number of checkpoints")
@@ -508,9 +508,8 @@ class CheckpointCallback(StepCounter):
             return
         self._request.heard = True
         self._ends.callback(setattr, self._request, "heard", False)
-        for name, asked in (("SIGTERM", END), ("SIGUSR1", SAVE)):
-            signum = getattr(signal, name, None)
-            if signum is not None and signal.getsignal(signum) not in (None, signal.SIG_IGN):
+        for signum, asked in ((signal.SIGTERM, END), (signal.SIGUSR1, SAVE)):
+            if signal.getsignal(signum) not in (None, signal.SIG_IGN):
                 before = signal.signal(signum, partial(_note, self._request, asked))
                 self._ends.callback(signal.signal, signum, before)
 
@@ -535,7 +534,7 @@ class CheckpointCallback(StepCounter):
         return recorded[number] if number < len(recorded) else None
 
 
-def _read_state(saved: Checkpoint, learn: Any, now: dict[str, Any]) -> dict[str, Any]:
+def _read_state(saved: Checkpoint, learn: Any, now: State) -> State:
     """Read a state as `run_state.state_dict` returned it; every rank reads the common part and its own part.
 
     Its values must have the types of those of the present state, `now`, except the states of other people's callbacks:

@@ -3,7 +3,7 @@
 import inspect
 import platform
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +15,10 @@ from learnerkit.losses import loss_name
 from learnerkit.metrics import metric_names
 from learnerkit.run_state import keys, own_attributes
 from learnerkit.shards import own_class
+from learnerkit.state import Learner
 from learnerkit.text import first_few
 from learnerkit.utils import unwrap
 from learnerkit.values import entries
-
-if TYPE_CHECKING:
-    from learnerkit.learner import Learner
-
 
 BUDGET = "StepBudget"
 """The name of the callback that may be added or removed when a fit is resumed."""

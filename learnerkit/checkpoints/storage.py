@@ -21,6 +21,7 @@ are read from a copy on each machine.
 and ranks could not share the tensors of one file.
 """
 
+import fcntl
 import hashlib
 import json
 import math
@@ -568,8 +569,6 @@ class Lock:
         """Try to acquire the lock; return False if another process holds it."""
         opened = -1
         try:
-            import fcntl
-
             self._path.parent.mkdir(parents=True, exist_ok=True)
             opened = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
             fcntl.lockf(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -578,7 +577,7 @@ class Lock:
             self._opened = opened
             os.ftruncate(opened, 0)
             os.write(opened, _who().encode())
-        except (ImportError, OSError) as e:
+        except OSError as e:
             if opened >= 0 and opened != self._opened:
                 os.close(opened)
                 return not isinstance(e, BlockingIOError | PermissionError)

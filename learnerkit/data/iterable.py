@@ -17,7 +17,8 @@ from learnerkit.data.batches import loader_len
 from learnerkit.data.order import has_index, has_state, keep_seeds, states_at_start
 from learnerkit.data.rows import draw_seed
 from learnerkit.distributed import seeds
-from learnerkit.utils import warn
+from learnerkit.state import State
+from learnerkit.utils import replaced, warn
 
 if TYPE_CHECKING:
     from learnerkit.data.position import Position
@@ -102,14 +103,10 @@ def _workers_seeded_apart(loader: Any, quiet: bool = True) -> Iterator[None]:
     if not isinstance(loader, DataLoader) or loader.generator is not None:
         yield
         return
-    loader.generator = torch.Generator()
-    loader.generator.set_state(torch.get_rng_state())
-    if not quiet:
-        draw_seed()
-    try:
+    with replaced(loader, generator=torch.Generator().set_state(torch.get_rng_state())):
+        if not quiet:
+            draw_seed()
         yield
-    finally:
-        loader.generator = None
 
 
 def say_read_forward(dl: Any, batches: int) -> None:
@@ -152,21 +149,20 @@ class IterablePlace:
     stream: Any = None
     again = 0
 
-    def __init__(self) -> None:
-        self.source: Any = None
-        self.found: Any = None
-        self.shared: Any = None
-        self.own: dict[str, Any] = {}
-        self.parts: tuple[int, int] | None = None
-        self.length: int | None = None
-        self._reads_again = False  # true only on one process
+    source: Any = None
+    found: Any = None
+    shared: Any = None
+    own: dict[str, Any] = {}
+    parts: tuple[int, int] | None = None
+    length: int | None = None
+    _reads_again = False  # true only on one process
 
     def clear(self) -> None:
         """Forget the position in the last epoch."""
         self.states, self.stream = None, None
         self.again = 0
 
-    def state(self, place: "Position") -> dict[str, Any]:
+    def state(self, place: "Position") -> State:
         """Return the state for `load`, which also says if the epoch is over."""
         source, over = (None, place.over) if self.source is None else self._source_state(place)
         reading = place.begun and not over
@@ -196,7 +192,7 @@ class IterablePlace:
         self.length = loader_len(dl)
         self._reads_again = again and self.source is None
 
-    def load(self, dl: Any, state: dict[str, Any], ranks: int) -> None:
+    def load(self, dl: Any, state: State, ranks: int) -> None:
         """Continue from a state; called after `begin`.
 
         Raises:
@@ -205,7 +201,7 @@ class IterablePlace:
         self._check(dl, state, ranks)
         self.states, self.stream, self.found, self.parts = (state[k] for k in ("states", "stream", "source", "parts"))
 
-    def _check(self, dl: Any, state: dict[str, Any], ranks: int) -> None:
+    def _check(self, dl: Any, state: State, ranks: int) -> None:
         """Refuse to continue in an epoch that an iterable dataset with a state cannot read again."""
         epoch = state["epoch"]
         if not epoch or not isinstance(dl, DataLoader) or has_index(dl):

@@ -124,7 +124,7 @@ class DataLoaders:
         self._device = torch.device(device) if device is not None else None
         self._pins = False  # use pinned memory on a CUDA device
         self._said = False  # the user was warned of a doubtful number of samples
-        self._inputs: tuple[Any, CollateInputs] | None = None  # a loader, and the collate function for its inputs
+        self._inputs: tuple[Any, partial[Any]] | None = None  # a loader, and the collate function for its inputs
         self._twins: dict[tuple[Any, ...], tuple[Any, DataLoader[Any]]] = {}  # loaders with their copies, by id and use
 
     @classmethod
@@ -320,8 +320,8 @@ class DataLoaders:
         collate = like.collate_fn if getattr(like, "batch_sampler", None) is not None else default_collate
         if not isinstance(like, DataLoader) or collate is default_collate:
             return default_collate
-        if self._inputs is None or self._inputs[0] is not like or self._inputs[1].collate is not collate:
-            self._inputs = like, CollateInputs(collate, _yields_tuples(like))
+        if self._inputs is None or self._inputs[0] is not like or self._inputs[1].args[0] is not collate:
+            self._inputs = like, partial(_collate_inputs, collate, _yields_tuples(like))
         return self._inputs[1]
 
     def one_batch(self) -> Any:
@@ -615,27 +615,23 @@ class Unpacker:
             warn(message)
 
 
-class CollateInputs:
-    """A collate function for inputs alone, made from one for samples with targets.
+def _collate_inputs(collate: Callable[[list[Any]], Any], as_tuples: bool, items: list[Any]) -> Any:
+    """Collate inputs alone by a function for samples with targets.
 
     Args:
         collate: the function.
         as_tuples: samples are tuples, so each input is wrapped in one.
     """
 
-    def __init__(self, collate: Callable[[list[Any]], Any], as_tuples: bool) -> None:
-        self.collate, self.as_tuples = collate, as_tuples
-
-    def __call__(self, items: list[Any]) -> Any:
-        given = [(item,) if self.as_tuples and not isinstance(item, tuple | list) else item for item in items]
-        try:
-            return self.collate(given)
-        except Exception as e:
-            name = getattr(self.collate, "__name__", type(self.collate).__name__)
-            raise ValueError(
-                f"the loader's collate_fn, {name}, cannot join {describe(given[:1])}, inputs without targets "
-                f"({type(e).__name__}: {e}); give it one that can: DataLoaders.test_dl(items, collate_fn=...)"
-            ) from e
+    given = [(item,) if as_tuples and not isinstance(item, tuple | list) else item for item in items]
+    try:
+        return collate(given)
+    except Exception as e:
+        name = getattr(collate, "__name__", type(collate).__name__)
+        raise ValueError(
+            f"the loader's collate_fn, {name}, cannot join {describe(given[:1])}, inputs without targets "
+            f"({type(e).__name__}: {e}); give it one that can: DataLoaders.test_dl(items, collate_fn=...)"
+        ) from e
 
 
 def _yields_tuples(dl: DataLoader[Any]) -> bool:

@@ -11,6 +11,7 @@ from learnerkit.data.iterable import IterablePlace
 from learnerkit.data.order import epoch_seed, has_index, order_sources, put_states, states_of
 from learnerkit.data.stream import starts_workers
 from learnerkit.distributed import seeds
+from learnerkit.state import State
 
 if TYPE_CHECKING:
     from learnerkit.data.loaders import DataLoaders
@@ -91,7 +92,7 @@ class Position:
 
     # Saving and restoring
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Return the state for `load_state_dict`: plain values, tensors and random states, the same on every rank.
 
         It is valid after a step, after training and after an epoch.
@@ -111,18 +112,18 @@ class Position:
             **data,
         }
 
-    def own_state_dict(self) -> dict[str, Any]:
+    def own_state_dict(self) -> State:
         """Return the state for `load_own_state_dict`: the part of the state that is this rank's alone."""
         return self.data.own or getattr(self.data.shared, "own_state", {})
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Continue the epoch of the state after the batches that were read of it; called before it begins."""
         self._begin_epoch(state["epoch"])
         self._loaded, self.order = state, state["order"]
         self.read, self.samples = state["batches"], state["samples"]
         self.over = state["over"]
 
-    def load_own_state_dict(self, state: dict[str, Any] | None) -> None:
+    def load_own_state_dict(self, state: State | None) -> None:
         """Restore the state that `own_state_dict` returned on this rank."""
         self.data.own = state or {}
 
@@ -131,7 +132,7 @@ class Position:
         """A flag that is True if another process has read the epoch's data, so that their source is not at its end."""
         return self.data.found is not None or bool(self.data.own)
 
-    def follow(self, state: dict[str, Any], own: dict[str, Any]) -> None:
+    def follow(self, state: State, own: State) -> None:
         """Continue after an earlier fit.
 
         Args:
@@ -170,7 +171,7 @@ class Position:
             return self.data.read_on(dl, self)
         return dls.twin(dl, training=True, always=True) if self.goes_on else dl
 
-    def _go_on(self, dl: Any, state: dict[str, Any], ranks: int) -> None:
+    def _go_on(self, dl: Any, state: State, ranks: int) -> None:
         self.samples, self.over = state["samples"], state["over"]
         self.read = self._in_batches(state)
         self.steps = self.first_step = max(self.read, self.over)
@@ -185,7 +186,7 @@ class Position:
                 f"seen: the first {self.read} are left out"
             )
 
-    def _in_batches(self, state: dict[str, Any]) -> int:
+    def _in_batches(self, state: State) -> int:
         """Return the number of batches, at the present batch size, that cover the samples already read."""
         then, now = state["batch_size"], self._batch_size
         if not then or not now or then == now:

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from learnerkit import distributed
 from learnerkit.data.batches import Rows, likely_sizes, rows_of, with_rows
 from learnerkit.text import columns, escaped_line
 from learnerkit.utils import front_end
@@ -192,8 +191,6 @@ def show(dls: "DataLoaders", inputs: list[tuple], notes: dict[str, list[Any]], t
     Raises:
         ValueError: there are no samples.
     """
-    if not distributed.is_main():
-        return None
     if not inputs:
         raise ValueError("there are no samples to show; n is 1 or more, and the loader has to have a batch")
     shown: list[Any] = [x[0] if len(x) == 1 else x for x in inputs]

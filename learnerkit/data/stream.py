@@ -4,9 +4,10 @@ import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import chain, islice
 from math import inf
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -30,13 +31,12 @@ from learnerkit.data.order import has_index, samplers_of
 from learnerkit.data.rows import IndexBatches, draw_seed
 from learnerkit.distributed import seeds
 from learnerkit.marks import collective
+from learnerkit.state import Learner
 from learnerkit.torch_internals import set_worker_dataset
 from learnerkit.values import same
 
-if TYPE_CHECKING:
-    from learnerkit.learner import Learner
 
-
+@dataclass(eq=False)
 class SampleStream:
     """A batch sampler, or the sampler of a loader without batches, that replaces the user's.
 
@@ -63,21 +63,22 @@ class SampleStream:
             as one may run inside another.
     """
 
+    sampler: Any
+    rank: int = 0
+    ranks: int = 1
+    split: bool = False
+    least: int = 1
+    training: bool = True
+    opaque: bool = False
+    count: Callable[[Any], int | None] | None = None
     place: float = 0
-    first = 0
+    first: int = 0
     seed: int | None = None
     fetching: tuple[int, bool] | None = None
+    shares: deque[Share] = field(default_factory=deque)
 
-    def __init__(
-        self, sampler: Any, rank: int = 0, ranks: int = 1, *, split: bool = False, least: int = 1,
-        training: bool = True, opaque: bool = False, count: Callable[[Any], int | None] | None = None,
-    ) -> None:  # fmt: skip
-        self.sampler, self.rank = sampler, rank
-        self.ranks, self.split = ranks, split
-        self.training = training
-        self.least = 1 if opaque else least  # a rank can take no less than one such item
-        self.opaque, self.count = opaque, count
-        self.shares: deque[Share] = deque()
+    def __post_init__(self) -> None:
+        self.least = 1 if self.opaque else self.least  # a rank can take no less than one such item
 
     def __len__(self) -> int:
         n = len(self.sampler)
@@ -276,6 +277,7 @@ def seeded_samplers(dl: Any, seed: int) -> Iterator[None]:
 # The random numbers of the processes that fetch samples
 
 
+@dataclass(eq=False)
 class Seeded:
     """The items that a loader fetches next, with the seed of the random numbers that are drawn for them.
 
@@ -288,9 +290,9 @@ class Seeded:
         per_sample: each sample has its own seed: a `PerSample` takes this object as it is.
     """
 
-    def __init__(self, seed: int, items: Any, per_sample: bool = False) -> None:
-        self.seed, self.items = seed, items
-        self.per_sample = per_sample
+    seed: int
+    items: Any
+    per_sample: bool = False
 
     def __reduce__(self) -> tuple:
         return Seeded if self.per_sample else _arrive, (self.seed, self.items, self.per_sample)

@@ -7,7 +7,7 @@ the values of tensors on the CPU. A device is not touched, as it may be out of o
 import dis
 from traceback import walk_tb
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,12 +15,10 @@ from torch import nn
 from learnerkit.endings import ending_of
 from learnerkit.explain import mends
 from learnerkit.explain.workers import lost_worker
+from learnerkit.state import Learner
 from learnerkit.text import escaped_line
 from learnerkit.utils import unwrap
 from learnerkit.values import describe
-
-if TYPE_CHECKING:
-    from learnerkit.learner import Learner
 
 _LOADING = "torch.utils.data."
 LONGEST = 500  # characters of a line

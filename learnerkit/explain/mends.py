@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from inspect import Parameter, signature
 from math import prod
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, float64, nn, uint8
 from torch.optim import Optimizer
@@ -13,12 +13,10 @@ from torch.optim import Optimizer
 from learnerkit import distributed
 from learnerkit.data.loaders import DataLoaders, unknown_keys
 from learnerkit.data.order import keep_seeds
+from learnerkit.state import Learner
 from learnerkit.text import first_few
 from learnerkit.utils import unwrap
 from learnerkit.values import describe, entries, tensors_in
-
-if TYPE_CHECKING:
-    from learnerkit.learner import Learner
 
 NOT_ALONE = "choose another batch size, or leave the last batch out: DataLoaders.from_datasets(..., drop_last=True)"
 _FASTAIS = ("set_hyper", "set_hypers", "hypers", "set_freeze")  # methods that only fastai's optimizers have

@@ -3,16 +3,14 @@
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from learnerkit.files import CheckpointError
 from learnerkit.losses import ACTIVATIONS, DECODINGS, rules
+from learnerkit.state import Learner
 from learnerkit.utils import unwrap
-
-if TYPE_CHECKING:
-    from learnerkit.learner import Learner
 
 KEY = "learnerkit.export"
 """The name under which a file has the record."""

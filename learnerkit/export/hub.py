@@ -3,7 +3,7 @@
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -11,11 +11,9 @@ from learnerkit import __version__, distributed
 from learnerkit.export.writing import ONNX, export, exported_path
 from learnerkit.files import SAFETENSORS
 from learnerkit.marks import collective
+from learnerkit.state import Learner
 from learnerkit.text import first_few
 from learnerkit.utils import unwrap
-
-if TYPE_CHECKING:
-    from learnerkit.learner import Learner
 
 _CARD = """---
 library_name: learnerkit

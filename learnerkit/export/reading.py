@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from torch.utils.data import DataLoader
@@ -18,11 +18,9 @@ from learnerkit.export.facts import KEY, NotExported, read_facts
 from learnerkit.export.writing import ONNX, PROGRAM, SUFFIXES, exported_path
 from learnerkit.files import CheckpointError, notes_of
 from learnerkit.marks import collective
+from learnerkit.state import Learner
 from learnerkit.stores.paths import AnyPath, StorePath
 from learnerkit.text import first_few, in_one_line, printable
-
-if TYPE_CHECKING:
-    from learnerkit.learner import Learner
 
 
 class NoData:

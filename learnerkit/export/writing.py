@@ -7,7 +7,7 @@ from functools import partial
 from importlib.util import find_spec
 from inspect import Parameter, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,13 +21,11 @@ from learnerkit.export.facts import KEY, Facts, facts_of
 from learnerkit.files import CheckpointError, name_or_any_path, replacing, save_weights
 from learnerkit.inspection.undoing import give_shapes, trial
 from learnerkit.marks import collective
+from learnerkit.state import Learner
 from learnerkit.stores.paths import AnyPath
 from learnerkit.text import did_you_mean
 from learnerkit.utils import unwrap, warn
 from learnerkit.values import map_batch, tensors_in
-
-if TYPE_CHECKING:
-    from learnerkit.learner import Learner
 
 PROGRAM, ONNX = ".pt2", ".onnx"
 SUFFIXES = (files.SAFETENSORS, PROGRAM, ONNX)
@@ -189,12 +187,8 @@ def example(learn: "Learner") -> tuple[tuple, dict[str, Any], int]:
 @contextmanager
 def predicting(learn: "Learner", names: list[str]) -> Iterator[programs.Predictor]:
     """Yield the plain model in eval mode, to be traced; restore learner and model at the end."""
-    batch, model = learn.batch, unwrap(learn.model)
-    with trial(learn, model), torch.no_grad():
-        try:
-            yield programs.Predictor(learn, names).eval()
-        finally:
-            learn.batch = batch
+    with trial(learn, unwrap(learn.model)), torch.no_grad():
+        yield programs.Predictor(learn, names).eval()
 
 
 def _write_onnx(

@@ -28,7 +28,7 @@ from learnerkit.images.targets import ReadImages, TargetReader, listed, transfor
 from learnerkit.processes.machine import usable_cores
 from learnerkit.stores.paths import is_hidden, local_folder
 from learnerkit.text import did_you_mean, first_few
-from learnerkit.utils import suggests_keywords
+from learnerkit.utils import replaced, suggests_keywords
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".pgm", ".ppm", ".tif", ".tiff", ".webp")
 """The ends of the names that `from_folder` takes for pictures."""
@@ -389,12 +389,8 @@ class ImageDataLoaders(DataLoaders):
     @suggests_keywords
     def show_batch(self, n: int = 9, ds_idx: int = 0) -> Any:
         """Show pictures of the first batch of a loader with their classes; those of training are augmented."""
-        self._shows_augmented = ds_idx == 0
-        try:
-            with keep_seeds():
-                return super().show_batch(n, ds_idx)
-        finally:
-            self._shows_augmented = False
+        with replaced(self, _shows_augmented=ds_idx == 0), keep_seeds():
+            return super().show_batch(n, ds_idx)
 
 
 def _check_names(labels: Iterable) -> None:

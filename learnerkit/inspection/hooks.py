@@ -13,6 +13,7 @@ from learnerkit import arguments, distributed
 from learnerkit.callback import Callback
 from learnerkit.data.show import panels, pyplot
 from learnerkit.host_scalars import HostScalars
+from learnerkit.state import State
 from learnerkit.text import did_you_mean, first_few
 from learnerkit.torch_internals import uncompiled
 from learnerkit.utils import listify, unwrap
@@ -136,7 +137,6 @@ class ActivationStats(Callback):
     rank0_only = True
 
     def __init__(self, modules: Any = None, every: int | None = None, with_hist: bool = False) -> None:
-        super().__init__()
         arguments.check_count("every", 1 if every is None else every, "a number of training batches")
         self.modules = listify(modules)
         self.every = every or 1
@@ -222,7 +222,7 @@ class ActivationStats(Callback):
         values = torch.tensor(self._values.all(), dtype=torch.float64).view(-1, len(self.layers), len(_STATS))
         return {layer: dict(zip(_STATS, values[:, i].T.tolist(), strict=True)) for i, layer in enumerate(self.layers)}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Return the recorded statistics. A host-device sync."""
         self._counts = [counts.cpu() for counts in self._counts]
         counts = torch.stack(self._counts) if self._counts else None
@@ -231,7 +231,7 @@ class ActivationStats(Callback):
             "counts": counts,
         }  # fmt: skip
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Restore the recorded statistics."""
         self.layers, self.steps = list(state["layers"]), list(state["steps"])
         self._values = HostScalars()

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +14,10 @@ from learnerkit.data.show import WIDTH, Table
 from learnerkit.inspection.undoing import give_shapes, predict, state_tensors, trial
 from learnerkit.losses import loss_name
 from learnerkit.shards import local
+from learnerkit.state import Learner
 from learnerkit.text import in_units
 from learnerkit.utils import count_parameters, overrides, unwrap
 from learnerkit.values import entries
-
-if TYPE_CHECKING:
-    from learnerkit.learner import Learner
 
 
 class Layer(NamedTuple):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ from learnerkit.explain import explain, explanation
 from learnerkit.marks import not_collective
 from learnerkit.optim import group_restorer, state_to_params
 from learnerkit.parallel import will_shard
-from learnerkit.state import TRANSIENT
+from learnerkit.state import TRANSIENT, Learner
 from learnerkit.torch_internals import own_tensors, uncompiled
 from learnerkit.utils import (
     host_copy,
@@ -45,9 +45,6 @@ from learnerkit.utils import (
     unwrap,
 )
 from learnerkit.values import tensors_in
-
-if TYPE_CHECKING:
-    from learnerkit.learner import Learner
 
 
 @contextmanager

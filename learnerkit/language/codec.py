@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from learnerkit.state import State
 from learnerkit.text import first_few
 
 if TYPE_CHECKING:
@@ -105,10 +106,10 @@ class TextCodec:
         tokenizer = _tokenizers().Tokenizer.from_str(state["tokenizer"])
         return cls(tokenizer, state["max_len"], state["pad"], state["end"])
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> State:
         return self.to_json()
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: State) -> None:
         vars(self).update(vars(self.from_json(state)))
 
 

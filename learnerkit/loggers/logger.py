@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import monotonic
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,11 +17,9 @@ from learnerkit.data.show import pyplot
 from learnerkit.files import plain_name
 from learnerkit.loggers.facts import code, fingerprint
 from learnerkit.marks import not_collective
+from learnerkit.state import Learner, State
 from learnerkit.text import in_one_line
 from learnerkit.utils import unwrap, warn
-
-if TYPE_CHECKING:
-    from learnerkit.learner import Learner
 
 _SECONDS = 1.0  # between two writes in an epoch
 
@@ -87,7 +85,6 @@ class Logger(NamedState):
     _handle: Any = None  # the result of `_open`; never in the state, as files and connections cannot be sent
 
     def __init__(self, every: int | None, config: Any = None) -> None:
-        super().__init__()
         if every is not None:
             arguments.check_count("every", every, "a number of training batches")
         self.every, self.config = every, _as_dict(config)
@@ -240,14 +237,14 @@ class Logger(NamedState):
         self._release()
         self._forget()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Return the run, if it has begun, and the last step, once all up to it is written. A host-device sync."""
         if self._handle is not None:  # In `before_fit` it is not open, and there are no new values.
             self._note_row()
             self._write_notes(wait=True)
         return super().state_dict()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Go on in the run after the last step that was written before the checkpoint."""
         if state["_id"] is None:
             return  # it had not begun
@@ -256,7 +253,7 @@ class Logger(NamedState):
             self._goes_back = True
         super().load_state_dict(state)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> State:
         return {name: value for name, value in vars(self).items() if name != "_handle"}
 
 
@@ -383,7 +380,7 @@ class Tracker(Logger):
         """Write files, by the names that they get; they may be gone afterwards. `kind` is 'model' or 'files'."""
         raise NotImplementedError
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> State:
         return super().__getstate__() | {"_native": None}
 
 

@@ -21,6 +21,7 @@ from learnerkit.metrics.by_name import OWN, OfTorchmetrics
 from learnerkit.metrics.combining import combine_states, holders_of, known_torchmetrics, moved, needs_batches
 from learnerkit.metrics.functions import SHARES
 from learnerkit.metrics.objects import Metric, metric_name
+from learnerkit.state import State
 from learnerkit.utils import listify, unbound
 from learnerkit.values import describe, map_batch, tensors_in
 
@@ -187,11 +188,11 @@ class Meter:
             warnings.filterwarnings("ignore", message="The ``compute`` method of metric", category=UserWarning)
             return self.numbers(self.metric.compute())
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Return this rank's state of the metric, for a checkpoint in mid-epoch."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Restore this rank's state, after a reset."""
 
     def numbers(self, value: Any) -> float | dict[str, float]:
@@ -289,10 +290,10 @@ class MeanMeter(Meter):
 
         return _differs(mean, size, (_detached(pred), *targets))
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         return self._means.state_dict()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         self._means.extend(**state)
 
     @collective
@@ -319,10 +320,10 @@ class GatheringMeter(Meter):
         """Keep a batch on the host."""
         self.batches.append((place, on_host(tuple(with_rows(x, size) for x in (pred, *targets)))))
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         return {"batches": list(self.batches)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         self.batches = list(state["batches"])
 
     @collective
@@ -356,10 +357,10 @@ class _CombiningMeter(Meter):
         super().update(place, size, pred, targets)
         self._has_seen = True
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         return {"state": self._read(), "seen": self._has_seen}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         self._has_seen = state["seen"]
         self._restore(state["state"])
 
@@ -431,10 +432,10 @@ class StatesMeter(_CombiningMeter):
 
         return isinstance(self.metric, Metric) and _differs(value, size, (_detached(pred), *targets))
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         return super().state_dict() | {"places": self._places}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         super().load_state_dict(state)
         self._places = state["places"]
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from multiprocessing import connection
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,12 +33,10 @@ from learnerkit.notebook.pickling import load_error
 from learnerkit.parallel.distributed import OWN_DEVICE, DistributedCallback, member_of
 from learnerkit.processes.machine import LOOPBACK
 from learnerkit.processes.rank_main import kill_group
+from learnerkit.state import Learner
 from learnerkit.text import killed_by
 from learnerkit.utils import front_end, ipython_shell, warn
 from learnerkit.values import same
-
-if TYPE_CHECKING:
-    from learnerkit.learner import Learner
 
 FOLLOW_SECONDS = 15.0  # seconds that the other workers get to end the call after one has failed
 LEAVE_SECONDS = 5.0  # seconds that workers get to end when the context is left

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from inspect import getclosurevars
 from types import FunctionType, MethodType, ModuleType
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 from torch import Tensor, nn
@@ -27,12 +27,10 @@ from learnerkit.callback import Callback
 from learnerkit.callbacks.recorder import TableLogger
 from learnerkit.notebook.pickling import SHARED, make_pickler, numbered, pickling_error, read
 from learnerkit.notebook.settings import get_options, set_options, set_random_states
+from learnerkit.state import Learner
 from learnerkit.text import in_one_line
 from learnerkit.torch_internals import add_typed_sources, own_tensors, typed_sources
 from learnerkit.utils import listify, warn
-
-if TYPE_CHECKING:
-    from learnerkit.learner import Learner
 
 _CONTAINERS = (list, dict, set, deque, Tensor, np.ndarray)
 """Types of values that change in place, and are sent back although they are the same objects."""

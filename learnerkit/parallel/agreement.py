@@ -11,7 +11,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -35,10 +35,8 @@ from learnerkit.marks import collective
 from learnerkit.parallel.watch import Watch
 from learnerkit.processes.rank_main import end_at_once
 from learnerkit.processes.requests import END, INTERRUPT, SAVE, Request
+from learnerkit.state import Learner
 from learnerkit.text import in_one_line
-
-if TYPE_CHECKING:
-    from learnerkit.learner import Learner
 
 LEAVING = (KeyboardInterrupt, CancelFitException, CancelEpochException, CancelValidException, CancelTrainException)
 """The exceptions that ranks raise together, the strongest first; if ranks have several, the strongest is raised."""

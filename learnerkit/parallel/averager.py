@@ -1,8 +1,8 @@
 """The averaging of a fit's gradients: the choice between DDP's way and the deferred one, and its set-up and removal."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -155,20 +155,18 @@ class Averager:
         Args:
             unused: the parameters that this rank's first batch leaves out; `None` if the rank has no data.
         """
-        mine = None if unused is None else (unused, buffer_marks(self.learn.model, self.learn.loss_func))
-        everyone = [first for first in distributed.all_gather(mine) if first is not None]
-        if not everyone:
+        if not (facts := self._of_all_ranks(None if unused is None else (unused,))):
             return None
-        names, marks = zip(*everyone, strict=True)
-        self._check_marks(marks)
-        left_out, given = dict.fromkeys(chain(*names)), self.cb.find_unused_parameters
-        self._check_used(left_out)
-        of_model = dict(self.learn.model.named_parameters())
-        if not given and left_out.keys() & of_model:  # a callback's own loss may use those beside the model
-            self._tell_unused(left_out)
-        return bool(left_out or given)
+        return bool(self._unused(facts[0]) or self.cb.find_unused_parameters)
 
-    def _check_marks(self, marks: Sequence[dict]) -> None:
+    @collective
+    def _of_all_ranks(self, first: tuple | None) -> list[Any]:
+        """Return each of the facts about the first batch, of all ranks with data; an empty list if no rank has any."""
+        mine = first and (*first, buffer_marks(self.learn.model, self.learn.loss_func))
+        everyone = [facts for facts in distributed.all_gather(mine) if facts is not None]
+        if not everyone:
+            return []
+        *facts, marks = zip(*everyone, strict=True)
         apart = [name for name in marks[0] if any(other.get(name) != marks[0][name] for other in marks)]
         if apart:
             self.cb.tell_once(
@@ -177,16 +175,22 @@ class Averager:
                 ".reduce or all_gather, in the forward pass"
                 " (errors.html#rank-statistics)"
             )
+        return facts
 
-    def _check_used(self, unused: Iterable[str]) -> None:
-        if unused and self.cb.find_unused_parameters is False:
+    def _unused(self, names: Iterable[list[str]]) -> dict[str, None]:
+        """Return the parameters that some rank's loss leaves out; refuse them, or say that this is allowed."""
+        unused, given = dict.fromkeys(chain(*names)), self.cb.find_unused_parameters
+        if unused and given is False:
             raise RuntimeError(
                 f"parameters that take no part in the loss: {first_few(unused)}. DDP waits for the gradient of each: "
                 "freeze them, use them, or leave find_unused_parameters=False out"
             )
-
-    def _tell_unused(self, unused: Iterable[str]) -> None:
-        self.cb.tell_once(f"find_unused_parameters=True was chosen: the loss does not depend on {first_few(unused)}")
+        of_model = dict(self.learn.model.named_parameters())  # a callback's own loss may use those beside the model
+        if not (given or self.cb.comm_hook) and unused.keys() & of_model:
+            self.cb.tell_once(
+                f"find_unused_parameters=True was chosen: the loss does not depend on {first_few(unused)}"
+            )
+        return unused
 
     @collective
     def _settle(self, first: tuple[list[str], list[str]] | None) -> bool:
@@ -201,18 +205,13 @@ class Averager:
         self._check_foreign()
         learn, given = self.learn, self.cb.find_unused_parameters
         engine = self._engine
-        mine = first and (*first, buffer_marks(learn.model, learn.loss_func))
-        everyone = [facts for facts in distributed.all_gather(mine) if facts is not None]
-        if not everyone:
+        if not (facts := self._of_all_ranks(first)):
             return False
-        left_out, why, marks = zip(*everyone, strict=True)
-        self._check_marks(marks)
         if self._own:
             several = f"{type(learn.opt).__name__} evaluates the loss several times in a step"
             self._say_deferred(several if learn._by_closure else f"{type(learn).__name__} has a {self._own} of its own")
             return True
-        unused, reasons = dict.fromkeys(chain(*left_out)), list(dict.fromkeys(chain(*why)))
-        self._check_used(unused)
+        unused, reasons = self._unused(facts[0]), list(dict.fromkeys(chain(*facts[1])))
         against = [*reasons]
         against += [f"the loss does not depend on {first_few(unused)} (which could be frozen)"] if unused else []
         against += ["find_unused_parameters=True asks for the other way"] if given else []
@@ -222,9 +221,6 @@ class Averager:
                 f"{', and '.join(against)}: leave {engine} out"
                 " (errors.html#unused-parameters)"
             )
-        of_model = dict(learn.model.named_parameters())
-        if not given and unused.keys() & of_model:  # a callback's own loss may use those beside the model
-            self._tell_unused(unused)
         if engine or not against:
             self._take(Overlapped(self.step, self.cb.comm_hook, self.cb.ddp_kwargs, self._give_up))
         elif reasons:

@@ -59,7 +59,6 @@ class DataParallelCallback(Callback):
     """
 
     def __init__(self, device_ids: list[int] | None = None, loss_on_replicas: bool = True) -> None:
-        super().__init__()
         if device_ids is not None and len(set(device_ids)) < len(device_ids):
             raise ValueError(f"got device_ids={device_ids}; each GPU can be used once")
         self.device_ids, self.loss_on_replicas = device_ids, loss_on_replicas

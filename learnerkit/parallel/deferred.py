@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from learnerkit import distributed
 from learnerkit.marks import collective
 from learnerkit.torch_internals import remove_hooks
 
@@ -60,7 +59,7 @@ class Deferred:
         learn.loss_grad = loss  # an optimizer's closure returns the unweighted loss, as on one process
         step.reduced = True
         if learn.step_due:
-            self._finish()
+            step.average_rest(self.own)
 
     def _first(self, pieces: list[Tensor]) -> tuple[list[str], list[str]]:
         params, reached = self.step.params, set(pieces)
@@ -70,18 +69,6 @@ class Deferred:
         if len(reached) < len(pieces):
             reasons.append("gradients come in pieces, as those of a checkpoint with use_reentrant=True")
         return [name for name, p in params.items() if p not in reached], reasons
-
-    @collective
-    def _finish(self) -> None:
-        """Average the gradients of a step that is due, except those that are already averaged."""
-        step, factor = self.step, 1.0
-        vector = distributed.reduce(step.vector(), "mean", among="gradients")
-        if self.own:
-            self.mean.expected = vector[0].item()  # a host-device sync
-            factor = step.weight(self.mean.expected)
-        step.passes.average(factor, among="gradients")
-        step.passes.averaged.clear()
-        step.complete(vector)
 
     def detach(self) -> None:
         """Do nothing: the parameters have no hooks of this object."""

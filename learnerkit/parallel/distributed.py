@@ -112,7 +112,6 @@ class DistributedCallback(Callback):
         sync: bool = True,
         **ddp_kwargs: Any,
     ) -> None:
-        super().__init__()
         self.sync_bn, self.split_batches = sync_bn, split_batches
         self.find_unused_parameters = find_unused_parameters
         if timeout is None:

@@ -38,7 +38,6 @@ class DriftCheck(Callback):
     _steps = 0
 
     def __init__(self, *, every: int = 100) -> None:
-        super().__init__()
         check_count("every", every, "a whole number of optimizer steps")
         self.every = every
 

@@ -29,7 +29,6 @@ class LeftBatch(Callback):
     run_valid = False
 
     def __init__(self, step: RankStep) -> None:
-        super().__init__()
         self.step = step
         # An attribute rather than a method spares each batch a call.
         self.before_batch = step.before_batch
@@ -151,7 +150,6 @@ class StandIn(Callback):
     run_valid = False
 
     def __init__(self, step: RankStep) -> None:
-        super().__init__()
         self.step = step
 
     def after_batch(self) -> None:

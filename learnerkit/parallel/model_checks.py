@@ -3,19 +3,17 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from learnerkit.data.batches import in_float32
+from learnerkit.state import Learner
 from learnerkit.text import first_few
 from learnerkit.torch_internals import BatchNorm
 from learnerkit.utils import spanned_devices, synced_norms
 from learnerkit.values import digests
-
-if TYPE_CHECKING:
-    from learnerkit.learner import Learner
 
 _NOT_ELEMENTWISE = {"LBFGS", "Adafactor", "Muon", "Shampoo", "SparseAdam", "Rprop", "LARS", "Lamb", "LAMB"}
 """Optimizers whose step of an element depends on others, or uses operations that shards do not support."""

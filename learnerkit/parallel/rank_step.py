@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,14 +16,11 @@ from learnerkit.losses import output_of, weighting_of
 from learnerkit.marks import collective
 from learnerkit.parallel.agreement import AFTER_BATCH, NEXT_BATCH, STEP, TOLD, Agreement, RankDispatch
 from learnerkit.parallel.passes import Passes
+from learnerkit.state import Learner
 from learnerkit.text import first_few
 from learnerkit.torch_internals import check_reduced, nodes_of
 from learnerkit.utils import synced_norms
 from learnerkit.values import tensors_in
-
-if TYPE_CHECKING:
-    from learnerkit.learner import Learner
-
 
 _SLOTS = 16  # the length of the vector keeps the gradients after it in DDP's bucket aligned for vector instructions
 
@@ -192,6 +189,17 @@ class RankStep:
             if counts_something(number):
                 vector[place] = number
         return vector
+
+    @collective
+    def average_rest(self, own: bool) -> None:
+        """Average the gradients of a step that is due, except those that are already averaged."""
+        vector, factor = distributed.reduce(self.vector(), "mean", among="gradients"), 1.0
+        if own:
+            self.mean.expected = vector[0].item()  # a host-device sync
+            factor = self.weight(self.mean.expected)
+        self.passes.average(factor, among="gradients")
+        self.passes.averaged.clear()
+        self.complete(vector)
 
     def complete(self, vector: Tensor) -> None:
         """Rescale the averaged gradients of the step to the exact mean, and leave if a flag says so.

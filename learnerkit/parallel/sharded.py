@@ -24,7 +24,7 @@ from learnerkit.torch_internals import (
     reset_passes,
     undo_fully_shard,
 )
-from learnerkit.utils import add_note_once
+from learnerkit.utils import add_note_once, itself
 from learnerkit.values import map_batch, tensors_in
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ class Shards:
         stays: bool = False,
     ) -> None:
         self.model, self.units = model, list(units.values())
+        self.divided = [*self.units, model]  # the modules that FSDP2 divides
         self.device, self.stays = device, stays
         self.names = {unit: name for name, unit in units.items()}
         self._reshard = reshard_after_forward
@@ -102,11 +103,11 @@ class Shards:
         """Let FSDP2 divide the parameters of the modules; with `free` the originals are emptied."""
         # This hook runs before FSDP's own hooks, which free the unit: the parameters are whole here.
         copy_views = torch.compiler.disable(_after_unit)
-        self._hooks: list[Any] = [m.register_forward_hook(copy_views) for m in (*self.units, self.model)]
+        self._hooks: list[Any] = [m.register_forward_hook(copy_views) for m in self.divided]
         group: Any = distributed.group("gradients", self.device.type) or dist.group.WORLD
         self._mesh = DeviceMesh.from_group(group, self.device.type)
         whole = {p for p in self.model.parameters() if not _is_divisible(p)}
-        for module in (*self.units, self.model):
+        for module in self.divided:
             mine = [p for p in module.parameters() if p not in whole and not is_shard(p)]
             fully_shard(
                 module, mesh=self._mesh, reshard_after_forward=self._reshard and module is not self.model,
@@ -209,11 +210,18 @@ class Shards:
     def reset(self) -> None:
         """Forget a pass of this rank that an error has ended, and free what it has gathered."""
         kept = [*(self.units[i] for i in self._kept), *[self.model] * self._rest] if self.voting else []
-        reset_passes([*self.units, self.model], kept)
+        reset_passes(self.divided, kept)
 
     def collectives(self) -> CollectivesDone:
         """Return a context that counts the collectives of passes, so that a failed pass can be ended."""
-        return CollectivesDone([*self.units, self.model])
+        return CollectivesDone(self.divided)
+
+    def _undo(self) -> None:
+        """Take FSDP2 off the model, in which the shards stay."""
+        self.put_away()
+        for hook in self._hooks:
+            hook.remove()
+        undo_fully_shard(self.divided)
 
     @collective
     def restore(self, gather: bool = True) -> None:
@@ -222,11 +230,7 @@ class Shards:
         Args:
             gather: take the values of all ranks. Otherwise the parameters get memory without values.
         """
-        self._n_voting = min(self._n_voting, 1)
-        self.end_votes()
-        for hook in self._hooks:
-            hook.remove()
-        undo_fully_shard([*self.units, self.model])
+        self._undo()
         whole = gathered if gather else _without_values
         new = dict[Tensor, Tensor]()
         for (old, p), kind in zip(self.pairs, self._classes, strict=True):
@@ -250,10 +254,7 @@ class Shards:
 
         The last group is lost when a rank has failed. Values are not sent.
         """
-        self.put_away()
-        for hook in self._hooks:
-            hook.remove()
-        undo_fully_shard([*self.units, self.model])
+        self._undo()
         self.steps, self.failed = 0, False
         old, empty = self.named, dict[Tensor, nn.Parameter]()
         for _, owner, name, p in self._divided:
@@ -362,7 +363,7 @@ class Shards:
         self._n_voting -= 1
         if frees:
             self.free()
-            forget_forward_passes([*self.units, self.model])
+            forget_forward_passes(self.divided)
         if self.voting:
             return
         for hook in self._votes:
@@ -398,12 +399,8 @@ class _Divided(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = map_batch(lambda t: t.shard if isinstance(t, _Divided) else t, (args, kwargs or {}), _same)
+        args, kwargs = map_batch(lambda t: t.shard if isinstance(t, _Divided) else t, (args, kwargs or {}), itself)
         return func(*args, **kwargs)
-
-
-def _same(x: Any) -> Any:
-    return x
 
 
 def _hooks_of(p: Tensor) -> tuple[list[Any], list[Any]] | None:

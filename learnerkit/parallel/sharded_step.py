@@ -80,7 +80,7 @@ class Sharded:
         self._gathered: dict[str, Tensor] = {name: p for name, p in step.params.items() if name not in of_model}
         first = {id(p): name for name, p in reversed(of_model.items())}
         self._owned: dict[nn.Module, list[tuple[str, nn.Module, str]]] = {}
-        for unit in (*shards.units, shards.model):
+        for unit in shards.divided:
             self._owned[unit] = [(first[id(p)], owner, name) for _, owner, name, p in owners(unit) if id(p) in first]
             for _, _, _, p in owners(unit):
                 first.pop(id(p), None)
@@ -277,11 +277,7 @@ class Sharded:
         step.learn._backward()
         self._note_reduced()
         self.forget_calls()
-        vector = distributed.reduce(step.vector(), "mean", among="gradients")
-        step.mean.expected = vector[0].item()  # a host-device sync
-        step.passes.average(step.weight(step.mean.expected), among="gradients")
-        step.passes.averaged.clear()
-        step.complete(vector)
+        step.average_rest(own=True)
 
     def _note_reduced(self) -> None:
         self.step.reduced = True

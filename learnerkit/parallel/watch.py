@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from inspect import isfunction
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,10 +32,8 @@ from learnerkit.host_scalars import HostCopy
 from learnerkit.marks import collective
 from learnerkit.processes.heartbeat import Heartbeat
 from learnerkit.processes.sockets import open_sockets
+from learnerkit.state import Learner
 from learnerkit.torch_internals import abort_nccl, frame_of_thread, waits_for_ranks
-
-if TYPE_CHECKING:
-    from learnerkit.learner import Learner
 
 GRACE_SECONDS = 0.5
 """Seconds that the other ranks get to fail with, and report, their own error before their waits are ended."""

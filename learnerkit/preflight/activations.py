@@ -1,7 +1,7 @@
 """The memory that a batch keeps for its backward pass, and what recomputing activations saves and costs."""
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -11,12 +11,10 @@ from learnerkit.inspection.undoing import predict, trial
 from learnerkit.marks import collective
 from learnerkit.parallel import will_shard
 from learnerkit.preflight.report import OK, Finding
+from learnerkit.state import Learner
 from learnerkit.text import in_units
 from learnerkit.utils import unwrap
 from learnerkit.values import tensors_in
-
-if TYPE_CHECKING:
-    from learnerkit.learner import Learner
 
 _RUNS = 4
 """The fastest of these counts; the first one is slower."""

@@ -6,6 +6,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -21,6 +22,7 @@ Judge = Callable[[list[Facts]], list[Finding]]
 """Concludes from the facts of all ranks what to report about a topic."""
 
 
+@dataclass(eq=False)
 class Board:
     """Notes that the ranks leave each other in a store, which needs no connections between them.
 
@@ -34,10 +36,9 @@ class Board:
 
     seconds = 30.0
 
-    def __init__(self, store: Any, rank: int, size: int) -> None:
-        self.store = store
-        self.rank = rank
-        self.size = size
+    store: Any
+    rank: int
+    size: int
 
     def gather(self, topic: str, note: Any, seconds: float | None = None) -> list:
         """Publish this rank's note; on rank 0 return the notes of all ranks, `None` for those that come too late."""

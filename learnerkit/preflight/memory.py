@@ -2,7 +2,6 @@
 
 import re
 import traceback
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -14,11 +13,9 @@ from learnerkit.inspection.undoing import state_tensors
 from learnerkit.preflight.prediction import MARGIN, Prediction, Seen, fake_steps, predict_memory
 from learnerkit.preflight.report import HINT, NOTHING, OK, WRONG, Finding
 from learnerkit.shards import local
+from learnerkit.state import Learner
 from learnerkit.text import in_units
 from learnerkit.utils import forget_frames, memory_of, unwrap
-
-if TYPE_CHECKING:
-    from learnerkit.learner import Learner
 
 _UNITS = {"GiB": 2**30, "GB": 10**9, "MiB": 2**20, "MB": 10**6}
 

@@ -4,12 +4,12 @@ import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from learnerkit import distributed, optim
+from learnerkit import distributed
 from learnerkit.callback import Callback
 from learnerkit.callbacks.precision import MODES, MixedPrecision, predictions_in_float32
 from learnerkit.callbacks.recomputing import ActivationCheckpointing
@@ -18,13 +18,11 @@ from learnerkit.data.cuts import map_rows
 from learnerkit.data.order import first_batch, keep_seeds
 from learnerkit.inspection.undoing import held_tensors, state_tensors, unchanged
 from learnerkit.parallel import DataParallelCallback, will_shard
+from learnerkit.state import Learner
 from learnerkit.text import in_one_line
 from learnerkit.torch_internals import AllocatedBytes, LiveBytes, fake_mode, hook_tables, uncompiled
-from learnerkit.utils import itself, own_loss_arguments, spanned_devices, training_modes, unwrap
+from learnerkit.utils import itself, own_loss_arguments, replaced, spanned_devices, training_modes, unwrap
 from learnerkit.values import describe, map_batch
-
-if TYPE_CHECKING:
-    from learnerkit.learner import Learner
 
 MARGIN = 0.08
 """The share of the memory that is left for what is not seen: blocks between tensors, and what kernels take."""
@@ -212,14 +210,12 @@ def fake_steps(learn: "Learner") -> Iterator[tuple["Learner", Callable[[Tensor],
     for m in (m for x in owners if isinstance(x, nn.Module) for m in x.modules()):
         memo |= {id(hooks): type(hooks)(_torchs_own(hooks)) for hooks in hook_tables(m)}
     with ExitStack() as stack:
-        stack.callback(setattr, logger, "disabled", logger.disabled)
-        logger.disabled = True  # it prints errors, which are dealt with here
+        stack.enter_context(replaced(logger, disabled=True))  # it prints errors, which are dealt with here
         for context in (keep_seeds(device=learn.dls.device), uncompiled(), mode):
             stack.enter_context(context)
         one.model, one.loss_func = copy.deepcopy(owners, memo)
         one.opt = None
-        made = one.create_opt()
-        one.opt = optim.as_one(one.opt if made is None else made)
+        one._new_opt()
         yield one, mode.from_tensor
 
 
@@ -234,8 +230,7 @@ def real_steps(learn: "Learner") -> Iterator[tuple["Learner", Callable[[Tensor],
     one.model = unwrap(learn.model)
     with unchanged(learn), training_modes(one.model), keep_seeds(device=learn.dls.device), uncompiled():
         if one.opt is None:
-            made = one.create_opt()
-            one.opt = optim.as_one(one.opt if made is None else made)
+            one._new_opt()
         yield one, itself
 
 

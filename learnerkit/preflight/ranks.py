@@ -1,8 +1,6 @@
 """A check on the user's own learner: a few steps on several CPU processes against the same steps on one."""
 
-import multiprocessing
 import re
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -11,11 +9,11 @@ from functools import partial
 from itertools import chain, islice, product
 from pathlib import Path
 from textwrap import indent
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from learnerkit import distributed, optim, run_state
 from learnerkit.arguments import check_count
@@ -23,7 +21,7 @@ from learnerkit.callback import Callback
 from learnerkit.callbacks.progress import ProgressCallback
 from learnerkit.checkpoints.callback import CheckpointCallback
 from learnerkit.data.batches import on_host
-from learnerkit.data.order import in_order, with_batches
+from learnerkit.data.order import has_index, in_order, with_batches
 from learnerkit.data.stream import Seeded
 from learnerkit.distributed import seeds
 from learnerkit.endings import ExceptionReport
@@ -36,13 +34,11 @@ from learnerkit.parallel.distributed import DistributedCallback
 from learnerkit.parallel.loaders import RankLoader
 from learnerkit.preflight.report import HINT, NOTHING, OK, WRONG, Finding, Report
 from learnerkit.processes.forks import LATE, cause, join_forks, run_in_forks
+from learnerkit.state import Learner
 from learnerkit.text import escaped
 from learnerkit.torch_internals import BatchNorm, Dropout
 from learnerkit.utils import unwrap
 from learnerkit.values import digests, map_batch, tensors_in
-
-if TYPE_CHECKING:
-    from learnerkit.learner import Learner
 
 TOLERANCE = 1e-5
 """The difference that counts as rounding: a share of the largest value, or for weights of the largest update."""
@@ -130,8 +126,6 @@ def _check_call(learn: "Learner", n: int, steps: int) -> None:
     within = "distrib_ctx" if vars(learn)["_workers"] else learn.task  # of a notebook, whose store a fork would end
     if within is not None:
         raise RuntimeError(f"check_distributed was called during {within!r}; call it before, or between two runs")
-    if "fork" not in multiprocessing.get_all_start_methods():
-        raise RuntimeError(f"check_distributed forks processes, which {sys.platform} cannot; use Linux, macOS or WSL")
 
 
 # What each process does
@@ -231,7 +225,7 @@ def _first_batches(dl: Any, n: int) -> Any:
 
 
 def _has_indices(dl: Any) -> bool:
-    return isinstance(dl, DataLoader) and dl.batch_sampler is not None and not isinstance(dl.dataset, IterableDataset)
+    return has_index(dl) and dl.batch_sampler is not None
 
 
 def _make_deterministic(model: nn.Module) -> list[str]:
@@ -274,7 +268,6 @@ class _Notes(Callback):
     only_fit = True
 
     def __init__(self, wanted: int) -> None:
-        super().__init__()
         self.wanted = wanted
         self.steps: list[dict] = []
         self.drawn: list[list[str]] = []

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,12 +27,10 @@ from learnerkit.preflight.memory import bytes_of, judge_memory, judge_shards
 from learnerkit.preflight.prediction import Seen
 from learnerkit.preflight.report import HINT, NOTHING, OK, WRONG, Finding, Report, notable
 from learnerkit.shards import gathered
+from learnerkit.state import Learner
 from learnerkit.text import first_few, in_one_line
 from learnerkit.utils import overrides, unwrap
 from learnerkit.values import describe, map_batch, tensors_in
-
-if TYPE_CHECKING:
-    from learnerkit.learner import Learner
 
 
 @collective
@@ -124,7 +122,6 @@ class StepCheck(Callback):
 
     @not_collective("it only hands on what every rank calls after a backward pass")
     def __init__(self, memory: str | int | None = None) -> None:
-        super().__init__()
         self._memory = memory
         self.found: dict[str, list[Finding]] = defaultdict(list)
         self.stage = "inputs"

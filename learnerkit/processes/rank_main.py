@@ -27,7 +27,7 @@ PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 CALLS = ("_wrapped_call_impl", "_call_impl")  # the methods of nn.Module that call `forward`
 
-_libc = ctypes.CDLL(None if sys.platform != "win32" else "msvcrt")
+_libc = ctypes.CDLL(None)
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, islice
 from math import prod
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,14 +27,12 @@ from learnerkit.marks import collective, not_collective
 from learnerkit.parallel.distributed import DistributedCallback
 from learnerkit.parallel.model_checks import rank_norms
 from learnerkit.scaling.rate import plain_rates, ranks_of, step_of
-from learnerkit.scaling.trials import attempt, replaced, training_ranks, trying
+from learnerkit.scaling.trials import attempt, training_ranks, trying
+from learnerkit.state import Learner
 from learnerkit.text import in_units
 from learnerkit.torch_internals import LiveBytes, uncompiled
-from learnerkit.utils import forget_frames, memory_of, unwrap
+from learnerkit.utils import forget_frames, memory_of, replaced, unwrap
 from learnerkit.values import entries
-
-if TYPE_CHECKING:
-    from learnerkit.learner import Learner
 
 _T = TypeVar("_T")
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,10 +25,8 @@ from learnerkit.processes.forks import cause, join_forks, run_in_forks
 from learnerkit.processes.machine import usable_cores
 from learnerkit.scaling.parts import waiter
 from learnerkit.scaling.trials import Pace, pace
+from learnerkit.state import Learner
 from learnerkit.utils import unwrap
-
-if TYPE_CHECKING:
-    from learnerkit.learner import Learner
 
 WORTH = 0.5
 """The least gain of an added rank that is worth it, as a share of the work that one rank does alone."""
@@ -36,6 +34,7 @@ WORTH = 0.5
 WARM, TIMES = 3, 15
 """The all-reduces of each size that are run before those that are timed, and the number of these."""
 
+_SECONDS = 120.0  # for two forks
 LARGEST = 25 * 2**20
 """Bytes of the largest all-reduce that is timed: as many as DDP sends at once."""
 
@@ -226,7 +225,7 @@ def all_reduce_seconds(device: torch.device, n_bytes: int) -> float:
 
 
 @not_collective("the ranks are forks of this process")
-def cost_in_forks(learn: "Learner", n_steps: int, step: Pace, timeout: float = 120.0) -> StepCost:
+def cost_in_forks(learn: "Learner", n_steps: int, step: Pace) -> StepCost:
     """Measure the cost of a step on two ranks, by two forks of this process that train together on the CPU.
 
     Args:
@@ -239,17 +238,17 @@ def cost_in_forks(learn: "Learner", n_steps: int, step: Pace, timeout: float = 1
         RuntimeError: it failed in a fork; with the cause in a line.
     """
     n = max(n_steps, min(200, int(0.5 / step.seconds)))
-    jobs = [partial(_measure_as_rank, learn, n, timeout, rank) for rank in range(2)]
-    results = run_in_forks(jobs, time.monotonic() + timeout)
+    jobs = [partial(_measure_as_rank, learn, n, rank) for rank in range(2)]
+    results = run_in_forks(jobs, time.monotonic() + _SECONDS)
     if failed := [each for each in results if isinstance(each, ExceptionReport)]:
         raise RuntimeError(cause(min(failed, key=lambda each: each.order).traceback))
     return StepCost(**results[0])._replace(single=step.seconds)
 
 
 @collective
-def _measure_as_rank(learn: "Learner", n_steps: int, timeout: float, rank: int, folder: Path) -> dict[str, Any]:
-    join_forks(folder, rank, 2, timedelta(seconds=timeout))
-    learn.remove_cbs([cb for cb in learn.cbs if isinstance(cb, DataParallelCallback)])
+def _measure_as_rank(learn: "Learner", n_steps: int, rank: int, folder: Path) -> dict[str, Any]:
+    join_forks(folder, rank, 2, timedelta(seconds=_SECONDS))
+    learn.remove_cb(DataParallelCallback)
     with learn.added_cbs([] if member_of(learn.cbs) else DistributedCallback()):
         step, offline = pace(learn, n_steps), pace(learn, n_steps, network=False)
         return cost_on_ranks(learn, step, offline.seconds, None)._asdict()

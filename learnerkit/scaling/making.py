@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -26,18 +26,15 @@ from learnerkit.scaling.trials import (
     attempt,
     pace,
     pace_alone,
-    replaced,
     run_trial,
     training_ranks,
     with_larger_batches,
     with_workers,
 )
+from learnerkit.state import Learner
 from learnerkit.text import first_few
 from learnerkit.torch_internals import BatchNorm
-from learnerkit.utils import unwrap
-
-if TYPE_CHECKING:
-    from learnerkit.learner import Learner
+from learnerkit.utils import replaced, unwrap
 
 
 @collective
@@ -162,7 +159,7 @@ class Making:
         first, cores = distributed.broadcast((torch.get_num_threads(), usable_cores()))  # every rank must try the same
         more = first == 1 and self.learn.dls.device.type == "cpu"
         for threads in dict.fromkeys([first, cores if more else first]):
-            alone = pace_alone(self.learn, self.n_steps, 600.0, threads)
+            alone = pace_alone(self.learn, self.n_steps, threads)
             if isinstance(alone, str):
                 report.notes.append(f"steps in one process alone could not be run: {alone}")
                 return
@@ -252,7 +249,7 @@ class Making:
                 yield "reshard_after_forward=False", lambda: (replaced(member, reshard_after_forward=False), 1)
         elif self.ranks > 1 and saves.get("network", 0.0) > GAIN:
             yield from self._network_advice(report)
-        if (dl := with_larger_batches(dls.train, 2)) is not None:
+        if (dl := with_larger_batches(dls.train)) is not None:
             yield f"batches of {dl.batch_size}", training_on(dl)
 
     def _network_advice(self, report: ScalingReport) -> Iterator[tuple[str, Callable]]:

@@ -34,7 +34,6 @@ class ScalingMonitor(Callback):
     logs = ("samples_per_second", "waiting", "slowest_rank")
 
     def __init__(self, every: int = 50) -> None:
-        super().__init__()
         arguments.check_count("every", every, "a number of steps")
         self.every = every
         self._since = self._asked = self._input = self._exposed = 0.0

@@ -21,6 +21,7 @@ from learnerkit.losses import batch_count, loss_sums
 from learnerkit.marks import collective, not_collective
 from learnerkit.parallel.distributed import member_of
 from learnerkit.shards import local, total_norm
+from learnerkit.state import State
 from learnerkit.torch_internals import BatchNorm, remove_hooks
 from learnerkit.utils import add_note_once, overrides, unwrap
 from learnerkit.values import map_batch
@@ -145,7 +146,6 @@ class GradientNoiseScale(Callback):
     logs = ("noise_scale",)
 
     def __init__(self, every: int | None = None) -> None:
-        super().__init__()
         if every is not None:
             arguments.check_count("every", every, "a number of optimizer steps")
         self.every = every
@@ -313,8 +313,6 @@ class GradientNoiseScale(Callback):
         except CancelException:  # A hook of the model raised it, and will in the batch itself.
             self._row = None
             return
-        finally:
-            learn.yb, learn.batch_size = batch[1], whole
         apart = [a if b is None else b if a is None else a - b for a, b in zip(first, second, strict=True)]
         square = _square([t for t in apart if t is not None]) / self._scale() ** 2
         row |= {"squares": square * (one * other / (one + other)), "parts": 2}
@@ -402,14 +400,14 @@ class GradientNoiseScale(Callback):
             self._watch = None
         self._stop_listening()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Return the measurements of all ranks so far, and this rank's own of the current epoch. A host-device sync."""
         self._close()
         own = [list(row) for row in _rows_of(self._own)]
         rows = [list(row) for row in self._rows]
         return {"steps": self._steps, "value": self.value, "error": self.error, "rows": rows, "own": own}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Restore the measurements; on another number of ranks, rank 0 gets those of all ranks."""
         self._steps = state["steps"]
         self.value = state["value"]
@@ -433,7 +431,6 @@ class _Watch(Callback):
     only_fit = True
 
     def __init__(self, scale: GradientNoiseScale) -> None:
-        super().__init__()
         self.before_batch, self.before_backward = scale._cut_batch, scale._listen
 
     def __repr__(self) -> str:

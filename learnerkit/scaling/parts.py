@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 from statistics import mean, median, stdev
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,10 +22,8 @@ from learnerkit.callback import Callback
 from learnerkit.callbacks.training import StepBudget
 from learnerkit.data.iterable import LoaderView
 from learnerkit.events import INNER_EVENTS
+from learnerkit.state import Learner
 from learnerkit.torch_internals import call_after_backward, time_collectives
-
-if TYPE_CHECKING:
-    from learnerkit.learner import Learner
 
 INPUT, COPY, FORWARD, BACKWARD = "waiting for input", "copying to the device", "forward", "backward"
 REDUCE, OPTIMIZER, REST = "exposed all-reduce", "optimizer", "the rest"
@@ -191,8 +189,9 @@ class Stopwatch(Clock):
         input_begins, input_is_there = partial(self.enter, INPUT), partial(self.enter, COPY)
         learn.dl = LoaderView(learn.dl, partial(watched, before=input_begins, after=input_is_there))
         if learn.shards is not None and self._undo is None:
-            shards = [*learn.shards.units, learn.shards.model]
-            self._undo = time_collectives(shards, partial(self.within, GATHER), partial(self.within, SCATTER))
+            self._undo = time_collectives(
+                learn.shards.divided, partial(self.within, GATHER), partial(self.within, SCATTER)
+            )
 
     def _begin_backward(self) -> None:
         self.enter(BACKWARD)

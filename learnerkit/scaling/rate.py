@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from math import sqrt
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch.optim import SGD, Optimizer, RMSprop
 from torch.utils.data import IterableDataset
@@ -13,11 +13,9 @@ from learnerkit.data.batches import loader_len
 from learnerkit.data.loaders import DataLoaders
 from learnerkit.data.order import samplers_of
 from learnerkit.parallel.distributed import member_of
+from learnerkit.state import Learner
 from learnerkit.text import did_you_mean, first_few
 from learnerkit.utils import listify
-
-if TYPE_CHECKING:
-    from learnerkit.learner import Learner
 
 RULES: dict[str, Callable[[float], float]] = {"linear": float, "sqrt": sqrt}
 """The factor of the rate as a function of the factor of the batch size, by rule."""

@@ -5,25 +5,23 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader
 
 from learnerkit import distributed
 from learnerkit.callback import Callback
 from learnerkit.callbacks.debugging import OverfitBatch
 from learnerkit.callbacks.training import StepBudget
-from learnerkit.data.order import with_batches
+from learnerkit.data.order import has_index, with_batches
 from learnerkit.events import CancelEpochException
 from learnerkit.marks import collective
 from learnerkit.parallel.distributed import DistributedCallback, member_of, warn_outside_context
 from learnerkit.scaling.parts import REDUCE, Clock, Stopwatch
+from learnerkit.state import Learner
 from learnerkit.text import in_one_line
-
-if TYPE_CHECKING:
-    from learnerkit.learner import Learner
-
+from learnerkit.utils import replaced
 
 _T = TypeVar("_T")
 
@@ -129,7 +127,7 @@ def pace(learn: "Learner", n_steps: int, **kwargs: Any) -> Pace:
 
 
 @collective
-def pace_alone(learn: "Learner", n_steps: int, seconds: float, threads: int | None = None) -> Pace | str:
+def pace_alone(learn: "Learner", n_steps: int, threads: int) -> Pace | str:
     """Run a trial in rank 0's process alone, without DDP; the others wait.
 
     Args:
@@ -143,12 +141,12 @@ def pace_alone(learn: "Learner", n_steps: int, seconds: float, threads: int | No
     """
     key = f"scaling/{distributed.count_call('scaling')}"
     if not distributed.is_main():
-        result = json.loads(distributed.hear(key, seconds))
+        result = json.loads(distributed.hear(key, 600.0))
         return result if isinstance(result, str) else Pace(*result)
     answer: Any = "rank 0 was interrupted"
     before = torch.get_num_threads()
     try:
-        torch.set_num_threads(threads or before)
+        torch.set_num_threads(threads)
         with distributed.alone(), learn.removed_cbs(DistributedCallback):
             first = Clock(learn, 1)
             with distributed.no_collectives("a step in one process"):  # The others take no step.
@@ -176,19 +174,6 @@ def attempt(run: Callable[[], _T]) -> tuple[list[_T], str, Exception | None]:
     return [each for each, _ in everyone], next((failed for _, failed in everyone if failed), ""), error
 
 
-@contextmanager
-def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
-    """Set attributes of an object, and restore them at the end."""
-    before = {name: getattr(owner, name) for name in attributes}
-    try:
-        for name, value in attributes.items():
-            setattr(owner, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(owner, name, value)
-
-
 def _one_batch() -> Callback:
     """Return a callback that repeats the first batch, from the device's memory."""
     cb = OverfitBatch()
@@ -206,15 +191,11 @@ def with_workers(dl: Any, workers: int) -> Any:
     return with_batches(dl, num_workers=workers, prefetch_factor=dl.prefetch_factor or 2, persistent_workers=False)
 
 
-def with_larger_batches(dl: Any, factor: int) -> Any:
+def with_larger_batches(dl: Any) -> Any:
     """Return a loader with `factor` times larger batches; `None` if its batches are not known to be plain."""
     batches: Any = getattr(dl, "batch_sampler", None)
-    if (
-        not isinstance(dl, DataLoader)
-        or isinstance(dl.dataset, IterableDataset)
-        or not isinstance(batches, BatchSampler)
-    ):
+    if not (has_index(dl) and isinstance(batches, BatchSampler)):
         return None
-    size = factor * batches.batch_size
+    size = 2 * batches.batch_size
     made = type(batches)(batches.sampler, size, batches.drop_last)
     return with_batches(dl, batch_sampler=made, batch_size=size)

@@ -8,6 +8,7 @@ from learnerkit.callback import Callback
 from learnerkit.callbacks.recorder import check_monitor, monitored
 from learnerkit.endings import mark
 from learnerkit.marks import collective
+from learnerkit.state import State
 from learnerkit.sweep.config import optuna
 from learnerkit.sweep.script import place
 from learnerkit.sweep.study import open_study, read_plan
@@ -34,7 +35,6 @@ class Report(Callback):
     only_fit = True
 
     def __init__(self, metric: str) -> None:
-        super().__init__()
         self.metric, self.place = metric, place()
         wanted = self.place["metric"] if self.place else metric
         if wanted != metric:
@@ -75,11 +75,11 @@ class Report(Callback):
             self._step += 1
         self._n_told = max(self._n_told, len(self.reported))
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """Return what was reported so far, for a trial that goes on from a checkpoint."""
         return {"reported": list(self.reported)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Restore the reported values, and report them again: a trial that goes on is a new run in the journal.
 
         They are reported at once, since a finished fit has no further epoch.

@@ -97,14 +97,16 @@ def test_other_readings_are_whole():
 
 
 def test_the_loader_is_back_after_training_and_after_errors():
-    found, dls = [], make_dls(40, 20, 4)
-    look = Callback(cleanup_train=lambda cb: found.append(cb.dl), order=11)
-    for short in (ShortEpochCallback(n=2), OverfitBatch()):
-        make_learner(dls).fit(1, cbs=[short, look])
+    dls = make_dls(40, 20, 4)
+    for short in (ShortEpochCallback, OverfitBatch):
+        learn = make_learner(dls)
+        learn.fit(1, cbs=short(n=2))
+        assert learn.dl is None
         with pytest.raises(KeyError):
-            make_learner(dls).fit(1, cbs=[short.__class__(**({"n": 2})), look, raising("after_loss", KeyError())])
-    assert len(found) == 4
-    assert all(dl is dls.train for dl in found)
+            learn.fit(1, cbs=[short(n=2), raising("after_loss", KeyError())])
+        assert learn.dl is None
+        learn.fit(1)
+        assert len(learn.recorder.losses) == 10
 
 
 def test_loaders_without_length_need_a_number_of_batches():
