@@ -121,10 +121,8 @@ def test_t1_a_second_resume_within_an_epoch_does_not_shift_the_data(tmp_path, wh
     assert different(whole("augmentation"), ended) == []
 
 
-@pytest.mark.parametrize("every", [1, "epoch"])
-def test_t2_a_state_from_the_very_end_of_an_epoch_neither_skips_nor_repeats_one(every, tmp_path, whole):
-    at = EPOCH + (every == "epoch")  # after the last step; after the epoch
-    died = finished(make("plain", tmp_path, Kill(at), every=every), "plain")
+def test_t2_a_state_from_the_very_end_of_an_epoch_neither_skips_nor_repeats_one(tmp_path, whole):
+    died = finished(make("plain", tmp_path, Kill(EPOCH + 1), every="epoch"), "plain")
     ended = finished(make("plain", tmp_path, resume=True), "plain", died["order"])
     assert different(whole("plain"), ended) == []
 
@@ -133,14 +131,6 @@ def test_t6_a_schedule_that_asks_for_the_number_of_steps_does_not_keep_the_place
     died = finished(make("torch's schedulers", tmp_path, Kill(10)), "torch's schedulers")
     ended = finished(make("torch's schedulers", tmp_path, resume=True), "torch's schedulers", died["order"])
     assert different(whole("torch's schedulers"), ended) == []
-
-
-def test_t9_in_the_second_epoch_the_order_is_not_the_first_ones(tmp_path, whole):
-    died = finished(make("plain", tmp_path, Kill(EPOCH + 2)), "plain")
-    ended = finished(make("plain", tmp_path, resume=True), "plain", died["order"])["order"]
-    epochs = [ended[i : i + EPOCH] for i in range(0, STEPS, EPOCH)]
-    assert epochs == [whole("plain")["order"][i : i + EPOCH] for i in range(0, STEPS, EPOCH)]
-    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
 
 
 @pytest.mark.parametrize("name", mostly_slow(["accumulation", "accumulation by hand"], "accumulation"))

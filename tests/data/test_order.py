@@ -60,13 +60,6 @@ def rows(n=12, seed=0):
     return TensorDataset(torch.randn(n, 4, generator=g), torch.randn(n, 1, generator=g))
 
 
-def test_a_fit_has_the_order_of_a_plain_loop_with_the_same_seed():
-    set_seed(11)
-    plain = [b[0][:, 0].tolist() for dl in [DataLoader(rows(), 5, shuffle=True)] for _ in range(3) for b in dl]
-    set_seed(11)
-    assert epochs_of(DataLoader(rows(), 5, shuffle=True), 3) == plain
-
-
 def test_dropout_does_not_change_the_order_and_a_second_fit_has_another():
     orders = []
     for p in (0.0, 0.5):
@@ -76,17 +69,6 @@ def test_dropout_does_not_change_the_order_and_a_second_fit_has_another():
         orders.append(epochs_of(DataLoader(rows(), 5, shuffle=True), 2, model))
     assert orders[0] == orders[1]
     assert epochs_of(DataLoader(rows(), 5, shuffle=True), 2) != orders[0]
-
-
-def test_validation_does_not_change_training():
-    losses = []
-    for valid in (None, DataLoader(rows(6, 1), 2, shuffle=True)):
-        set_seed(5)
-        model = torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Linear(4, 1))
-        learn = make_learner(DataLoaders(DataLoader(rows(), 5, shuffle=True), valid, device="cpu"), model)
-        learn.fit(3)
-        losses.append(learn.recorder.losses)
-    assert losses[0] == losses[1]
 
 
 def test_sample_order_depends_on_the_epoch_alone():
