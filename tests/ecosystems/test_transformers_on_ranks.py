@@ -49,14 +49,7 @@ def language_model():
     return GPT2LMHeadModel(config), samples, DataCollatorForLanguageModeling(tokenizer, mlm=False), None
 
 
-def checkpointed():
-    model, *rest = language_model()
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable()
-    return model, *rest
-
-
-JOBS = {"classifier": classifier, "language model": language_model, "gradient checkpointing": checkpointed}
+JOBS = {"classifier": classifier, "language model": language_model}
 
 
 def make_learner(name):

@@ -113,16 +113,3 @@ def test_training_in_bfloat16_is_the_same_up_to_its_rounding():
             together.fit(2)
         tables = [learn.recorder.values for learn in (together, alone)]
         torch.testing.assert_close(*tables, rtol=0.02, atol=0)
-
-
-@pytest.mark.slow
-def test_weights_decay_but_not_norms_and_biases():
-    pytest.importorskip("transformers")
-    from learnerkit import Callback
-
-    learn = make_learner(classifier)
-    groups = []
-    learn.fit(1, cbs=Callback(before_batch=lambda cb: groups.append([dict(g) for g in cb.opt.param_groups])))
-    decays = {id(p): group["weight_decay"] for group in groups[0] for p in group["params"]}
-    for name, p in learn.model.named_parameters():
-        assert decays[id(p)] == (0.0 if "LayerNorm" in name or name.endswith("bias") else 0.1), name

@@ -851,13 +851,3 @@ def test_gpus_equal_one(case, on_replicas):
     close = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-10)
     close(several.recorder.values, one.recorder.values)
     close(several.model.state_dict(), one.model.state_dict())
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_two_gpus_equal_one():
-    one, two = (make_learner(make_dls(device="cuda:0")) for _ in range(2))
-    one.fit(2)
-    with two.parallel_ctx():
-        two.fit(2)
-    torch.testing.assert_close(two.recorder.values, one.recorder.values, rtol=1e-5, atol=1e-5)

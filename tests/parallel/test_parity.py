@@ -127,14 +127,6 @@ def test_all_losses_are_tried_on_tails_and_padding(found):
     assert all(torch.isfinite(torch.tensor(w["values"])).all() for w in whole.values())
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("way", WAYS)
-def test_a_loss_of_the_models_own_over_tokens_is_that_of_a_loss_function(found, way):
-    own, given = found[2, f"own tokens: {way}"][0], found[1, f"tokens: {way}"][0]
-    same(own["weights"], {f"body.{k}": v for k, v in given["weights"].items()}, way)
-    same(own["values"], given["values"], way)
-
-
 # Evaluation
 
 
