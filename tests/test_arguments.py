@@ -22,19 +22,6 @@ def test_broadcasting_is_refused_in_validation_too():
         make_learner(dls).validate()
 
 
-@pytest.mark.parametrize(
-    ("loader", "said"),
-    [
-        ([], ": it has no batches"),
-        (DataLoader(make_data(3), 4, drop_last=True), ": 3 samples are less than a batch of 4, and drop_last=True"),
-        (DataLoader(make_data(0), 4), ": its dataset has 0 samples"),
-    ],
-)
-def test_the_error_says_why_a_loader_is_empty(loader, said):
-    with pytest.raises(ValueError, match=re.escape("the loader is empty" + said)):
-        arguments.check_not_empty(loader, "the loader")
-
-
 @pytest.mark.parametrize("loader", [[1], iter([]), (x for x in []), DataLoader(make_data(4), 4, drop_last=True)])
 def test_what_has_batches_or_does_not_say_passes(loader):
     arguments.check_not_empty(loader, "the loader")

@@ -59,12 +59,6 @@ def test_creation_fires_once(log, learn):
     assert log == ["after_create"]
 
 
-def test_a_fit_fires_the_golden_sequence_of_events(log, learn):
-    log.clear()
-    learn.fit(1)
-    assert log == FIT
-
-
 def test_every_epoch_is_alike(log, learn):
     log.clear()
     learn.fit(3)

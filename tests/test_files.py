@@ -374,7 +374,7 @@ def test_a_state_of_other_groups_is_refused_and_changes_nothing():
 # Names
 
 
-BAD_NAMES = ["a\x00b", "-x", "a\r\nb", "n" * 300, "", ".", "..", "a\\b", "\x7f", "\n"]
+BAD_NAMES = ["a\x00b", "-x", "a\rb", "n" * 201, "", ".", "..", "a\\b", "\x1b[0m", "\x7f", "\n"]
 BAD_PATHS = ["../x", "a/../b", "a/..", "/tmp/../x", "a/\x1b[0m", "a/b\n", "a/\0"]
 
 
@@ -410,25 +410,12 @@ def test_a_path_as_text_may_begin_with_the_home_directory(tmp_path, monkeypatch)
     assert make_learner().save("~/w.pth") == tmp_path / "home" / "w.pth"
 
 
-@pytest.mark.parametrize("name", ["a b", "ä", "a.b", "x..y", "..x", "résumé-3", "n" * 190, "con", "a:b", ".hidden"])
+@pytest.mark.parametrize("name", ["a b", "ä", "a.b", "x..y", "..x", "résumé-3", "n" * 200, "con", "a:b", ".hidden"])
 def test_plain_names_stay_inside(name, tmp_path):
     learn = make_learner()
     learn.save(name)
     assert [p.parent for p in tmp_path.rglob("*.pth")] == [tmp_path / "models"]
     learn.load(name, with_opt=False)
-
-
-@pytest.mark.parametrize("name", ["a", "model.pth", "a b", "ä", "..x", "x" * 200])
-def test_plain_names_pass(name):
-    assert files.plain_name(name) == name
-
-
-@pytest.mark.parametrize(
-    "name", ["", ".", "..", "a/b", "/a", "a\\b", "-a", "a\n", "\r", "a\0b", "\x1b[0m", "\x7f", "x" * 201]
-)
-def test_other_names_are_refused(name):
-    with pytest.raises(ValueError, match="a plain name inside the model directory"):
-        files.plain_name(name)
 
 
 # Whole files

@@ -275,6 +275,8 @@ def test_a_model_without_trainable_parameters_is_refused():
         make_learner(model=model).fit(1)
     with pytest.raises(ValueError, match="no trainable parameters"):
         make_learner(model=nn.Flatten()).fit(1)
+    with pytest.raises(ValueError, match=r"\(0 parameters"):
+        make_learner(splitter=lambda model: [[]]).fit(1)
 
 
 def vector(pred, target):
@@ -310,14 +312,11 @@ def test_a_loader_without_length_has_no_one_cycle():
         learn.fit_one_cycle(1)
 
 
-@pytest.mark.parametrize(
-    "loss_func", [nn.MSELoss(), nn.L1Loss(), nn.SmoothL1Loss(), F.mse_loss, F.l1_loss, F.huber_loss]
-)
-def test_elementwise_losses_do_not_broadcast_in_silence(loss_func):
+def test_an_elementwise_loss_does_not_broadcast_in_silence():
     x, y = make_data(32).tensors
     dls = DataLoaders(DataLoader(TensorDataset(x, y[:, 0]), 32), device="cpu")
     with pytest.raises(ValueError, match=r"predictions have the shape \(32, 1\), the targets \(32,\)") as e:
-        make_learner(dls, loss_func=loss_func).fit(1)
+        make_learner(dls).fit(1)
     assert "squeeze" in str(e.value)
 
 

@@ -670,14 +670,6 @@ def test_frozen_parameters_wait_in_the_optimizer():
     assert not torch.equal(learn.model[0].weight, before["0.weight"])
 
 
-def test_no_trainable_parameters_are_said_to_be_frozen():
-    model = make_model().requires_grad_(False)
-    with pytest.raises(ValueError, match=r"Sequential has no trainable parameters \(4 parameters, all frozen\)"):
-        optim.make_groups(model, None)
-    with pytest.raises(ValueError, match=r"\(0 parameters"):
-        optim.make_groups(make_model(), lambda model: [[]])
-
-
 # Weight decay
 
 

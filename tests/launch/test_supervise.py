@@ -169,12 +169,15 @@ def test_a_brief_traceback_keeps_of_this_package_the_last_frame_alone():
             package["call"](Rank)
     except TypeError as error:
         found = rank_main.format_error(error)
+        shown = rank_main.user_traceback(error)
+    assert shown == found["brief"]
     assert found["error"].startswith("TypeError: Rank.__init__() missing")
     assert found["traceback"].count(f'File "{supervise.__file__}"') == 2
     first, _, second = found["brief"].partition("During handling of the above exception")
     assert supervise.__file__ not in first
     assert "in fails" in first
     assert second.count(f'File "{supervise.__file__}", line 2, in call') == 1
+    assert os.path.basename(__file__) in second
 
 
 def test_a_whole_traceback_is_shown_on_request(capsys, monkeypatch):

@@ -84,26 +84,6 @@ def test_a_process_dies_with_its_parent_and_takes_its_forked_children_along():
     assert run(child, 1)[0] == 1  # the parent has died already
 
 
-def test_a_users_traceback_keeps_of_this_package_the_last_frame_alone():
-    def fails():
-        raise ZeroDivisionError
-
-    package = {}
-    exec(compile("def call(f):\n    f()", rank_main.__file__, "exec"), package)
-    try:
-        try:
-            package["call"](fails)
-        except ZeroDivisionError:
-            package["call"](fails.__call__.__self__.__name__)
-    except TypeError as error:
-        text = rank_main.user_traceback(error)
-    first, _, second = text.partition("During handling of the above exception")
-    assert rank_main.__file__ not in first
-    assert "in fails" in first
-    assert second.count(f'File "{rank_main.__file__}", line 2, in call') == 1
-    assert os.path.basename(__file__) in second
-
-
 def test_a_whole_traceback_is_kept_on_request(monkeypatch):
     package = {}
     exec(compile("def call(f):\n    f()", rank_main.__file__, "exec"), package)
