@@ -1,9 +1,12 @@
 """Memory that is limited on purpose: a hook raises torch's error where a batch has too many rows."""
 
+import warnings
+
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
-from learnerkit import Callback, distributed
+from learnerkit import Callback, DataLoaders, Learner, SplitBatch, distributed
 
 FAILURE = "CUDA out of memory. Tried to allocate 2.00 GiB."
 
@@ -65,3 +68,33 @@ def far(a, b):
     tables = [torch.tensor(x.recorder.values, dtype=torch.float64) for x in (a, b)]
     first, second = (torch.cat([t.flatten() for t in (*p, t)]) for p, t in zip(parts, tables, strict=True))
     return (first - second).abs().max().item()
+
+
+def fit(limit=None, cbs=(), together=True, *, model, epochs=2, n=100, loss=None, shard=False, options=None, **kwargs):
+    """A learner that all ranks have trained together, or one process by itself."""
+    torch.manual_seed(3)
+    x, y = torch.randn(n, 4, dtype=torch.float64), torch.randint(3, (n,))
+    dls = DataLoaders.from_datasets(TensorDataset(x, y), TensorDataset(x[:30], y[:30]), bs=12, device="cpu")
+    net = model().double()
+    learn = Learner(dls, net, loss or nn.CrossEntropyLoss(), opt_func=torch.optim.AdamW, lr=0.01, cbs=cbs, **kwargs)
+    if limit is not None:
+        limit.put_on(net)
+    with learn.no_logging(), learn.no_bar(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".* processes each train a whole copy")
+        if together:
+            with learn.distrib_ctx(split_batches=True, **({"shard": shard} | (options or {}))):
+                learn.fit(epochs)
+        else:
+            learn.fit(epochs)
+    return learn
+
+
+def check_parts(fitted, limit, which):
+    """All ranks take the parts that a limit on one rank, or with -1 on all, makes necessary, and no number changes."""
+    split = fitted(limit, [SplitBatch()])
+    assert bool(limit.failures) == (which in (-1, distributed.rank()))
+    found = distributed.all_gather(split.split_batch.parts)
+    assert len({*found}) == 1
+    assert found[0] > 1
+    assert far(fitted(together=False), split) < 1e-9
+    assert far(fitted(cbs=[SplitBatch(parts=found[0])]), split) == 0

@@ -1,56 +1,35 @@
 """SplitBatch on several ranks: whichever of them runs out of memory, all take as many parts, and none waits in vain."""
 
 import time
-import warnings
+from functools import partial
 
 import pytest
 import torch
 from helpers import mostly_slow
-from memory_limits import FAILURE, Cancels, Limit, far
+from memory_limits import FAILURE, Cancels, Limit, check_parts, far, fit
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import TensorDataset
 
 from learnerkit import (
     Callback,
     CancelBatchException,
     CancelStepException,
-    DataLoaders,
     GradientAccumulation,
     GradientClip,
-    Learner,
     SplitBatch,
     distributed,
 )
 
 pytestmark = pytest.mark.ranks(2, soak=[3])
 
-RANK, N = distributed.rank(), distributed.world_size()
-ROWS = 12
+RANK = distributed.rank()
 
 
 def make_net():
     return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
 
 
-def fitted(limit=None, cbs=(), together=True, model=make_net, loss=None, epochs=2, n=100, options=None, **kwargs):
-    """A learner that all ranks have trained together, or one process by itself."""
-    torch.manual_seed(3)
-    x, y = torch.randn(n, 4, dtype=torch.float64), torch.randint(3, (n,))
-    train, valid = TensorDataset(x, y), TensorDataset(x[:30], y[:30])
-    dls = DataLoaders.from_datasets(train, valid, bs=ROWS, device="cpu")
-    net = model()
-    learn = Learner(dls, net, loss or nn.CrossEntropyLoss(), opt_func=torch.optim.AdamW, lr=0.01, cbs=cbs, **kwargs)
-    if limit is not None:
-        limit.put_on(net)
-    with learn.no_logging(), learn.no_bar(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".* processes each train a whole copy")
-        if together:
-            with learn.distrib_ctx(split_batches=True, **(options or {})):
-                learn.fit(epochs)
-        else:
-            learn.fit(epochs)
-    return learn
+fitted = partial(fit, model=make_net)
 
 
 def on(rank, rows, *args, **kwargs):
@@ -71,14 +50,7 @@ SLOW = [(-1, "forward", 3), (-1, "backward", 1), (0, "forward", 1)]
     ),
 )
 def test_all_ranks_take_the_parts_that_one_of_them_needs(which, where, rows):
-    limit = on(which, rows, where)
-    split = fitted(limit, [SplitBatch()])
-    assert bool(limit.failures) == (which in (-1, RANK))
-    found = distributed.all_gather(split.split_batch.parts)
-    assert len({*found}) == 1
-    assert found[0] > 1
-    assert far(fitted(together=False), split) < 1e-9
-    assert far(fitted(cbs=[SplitBatch(parts=found[0])]), split) == 0
+    check_parts(fitted, on(which, rows, where), which)
 
 
 @pytest.mark.ranks(2, slow=[3])

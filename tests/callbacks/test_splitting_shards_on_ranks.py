@@ -2,24 +2,21 @@
 
 import random
 import time
-import warnings
+from functools import partial
 
 import pytest
 import torch
 from helpers import mostly_slow, mostly_soak
-from memory_limits import FAILURE, Cancels, Limit, far
+from memory_limits import FAILURE, Cancels, Limit, check_parts, far, fit
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import TensorDataset
 
 from learnerkit import (
     Callback,
     CancelBatchException,
     CancelStepException,
-    DataLoaders,
     GradientAccumulation,
     GradientClip,
-    Learner,
     MixedPrecision,
     MixUp,
     SplitBatch,
@@ -67,23 +64,7 @@ class InPasses(Limit):
             place.register_full_backward_hook(lambda m, _, grads: self._check(m, grads[0]))
 
 
-def fitted(limit=None, cbs=(), together=True, model=Net, epochs=2, n=100, loss=None, options=None, **kwargs):
-    """A learner that all ranks have trained together, or one process by itself."""
-    torch.manual_seed(3)
-    x, y = torch.randn(n, 4, dtype=torch.float64), torch.randint(3, (n,))
-    dls = DataLoaders.from_datasets(TensorDataset(x, y), TensorDataset(x[:30], y[:30]), bs=12, device="cpu")
-    net = model().double()
-    learn = Learner(dls, net, loss or nn.CrossEntropyLoss(), opt_func=torch.optim.AdamW, lr=0.01, cbs=cbs, **kwargs)
-    if limit is not None:
-        limit.put_on(net)
-    with learn.no_logging(), learn.no_bar(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".* processes each train a whole copy")
-        if together:
-            with learn.distrib_ctx(split_batches=True, **({"shard": True} | (options or {}))):
-                learn.fit(epochs)
-        else:
-            learn.fit(epochs)
-    return learn
+fitted = partial(fit, model=Net, shard=True)
 
 
 def on(rank, rows, where="forward", **kwargs):
@@ -95,14 +76,7 @@ def on(rank, rows, where="forward", **kwargs):
 @pytest.mark.parametrize("which", mostly_soak([-1, 0, 1], 1))
 @pytest.mark.soak
 def test_a_rank_that_runs_out_of_memory_in_a_pass_leaves_no_rank_waiting(which, where):
-    limit = on(which, 2, where)
-    split = fitted(limit, [SplitBatch()])
-    assert bool(limit.failures) == (which in (-1, RANK))
-    found = distributed.all_gather(split.split_batch.parts)
-    assert len({*found}) == 1
-    assert found[0] > 1
-    assert far(fitted(together=False), split) < 1e-9
-    assert far(fitted(cbs=[SplitBatch(parts=found[0])]), split) == 0
+    check_parts(fitted, on(which, 2, where), which)
 
 
 class Penalty(Callback):
