@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rank_pool import Results
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD
@@ -192,6 +193,11 @@ def raises(error, *parts):
         yield
     text = "\n".join([str(caught.value), *notes(caught.value)])
     assert all(part in text for part in parts), text
+
+
+def results_of(job):
+    """A fixture for a module: what a function comes to on each rank, by (number of processes, its argument)."""
+    return pytest.fixture(scope="module")(lambda rank_pools: Results(rank_pools, job))
 
 
 def python():

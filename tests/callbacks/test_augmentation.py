@@ -2,8 +2,18 @@
 
 import pytest
 import torch
-from helpers import OwnLoss, make_classes, make_data, make_dls, make_learner, make_model, raises, same_weights, weights
-from rank_pool import Results
+from helpers import (
+    OwnLoss,
+    make_classes,
+    make_data,
+    make_dls,
+    make_learner,
+    make_model,
+    raises,
+    results_of,
+    same_weights,
+    weights,
+)
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -326,10 +336,7 @@ def do(name):
     return JOBS[name]()
 
 
-@pytest.fixture(scope="module")
-def found(rank_pools):
-    """What the jobs come to, by (number of processes, job): of each rank."""
-    return Results(rank_pools, do)
+found = results_of(do)
 
 
 @pytest.mark.slow

@@ -15,10 +15,10 @@ from helpers import (
     mostly_slow,
     raises,
     raising,
+    results_of,
     same_weights,
     weights,
 )
-from rank_pool import Results
 from resume_jobs import Shuffling
 from torch import nn
 from torch.optim.swa_utils import update_bn
@@ -548,10 +548,7 @@ def do(name):
     return JOBS[name]()
 
 
-@pytest.fixture(scope="module")
-def found(rank_pools):
-    """What the jobs come to, by (number of processes, job): of each rank."""
-    return Results(rank_pools, do)
+found = results_of(do)
 
 
 @pytest.mark.parametrize(

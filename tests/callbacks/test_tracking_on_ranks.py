@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import mostly_slow, same_weights
-from rank_pool import Results
+from helpers import mostly_slow, results_of, same_weights
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -134,10 +133,7 @@ def do(name: str) -> dict:
     return JOBS[name]()
 
 
-@pytest.fixture(scope="module")
-def found(rank_pools):
-    """What the jobs come to, by (number of processes, job): of each rank."""
-    return Results(rank_pools, do)
+found = results_of(do)
 
 
 @pytest.mark.parametrize("job", mostly_slow(["stop", "save", "reduce", "own column", "in mid-epoch"], "stop"))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from rank_pool import Results
+from helpers import results_of
 from sample_jobs import JOBS, REFUSED, do
 
 QUICK = ["dataclass", "mapping, stream", "detection", "graphs, accumulated"]
@@ -13,10 +13,7 @@ SLOW = [
 """The others are for `pytest -m soak`."""
 
 
-@pytest.fixture(scope="module")
-def found(rank_pools):
-    """What a job comes to on each rank, by (number of processes, job)."""
-    return Results(rank_pools, do)
+found = results_of(do)
 
 
 def on_ranks(jobs):

@@ -4,8 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import mostly_soak
-from rank_pool import Results
+from helpers import mostly_soak, results_of
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -110,9 +109,7 @@ def fit(name):
     return found
 
 
-@pytest.fixture(scope="module")
-def found(rank_pools):
-    return Results(rank_pools, fit)
+found = results_of(fit)
 
 
 @pytest.mark.slow

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from helpers import make_classes, make_model
-from rank_pool import Results
+from helpers import make_classes, make_model, results_of
 from torch import nn
 
 from learnerkit import DataLoaders, Learner, Recorder, set_seed
@@ -52,9 +51,7 @@ def fit(name):
     }
 
 
-@pytest.fixture(scope="module")
-def found(rank_pools):
-    return Results(rank_pools, fit)
+found = results_of(fit)
 
 
 @pytest.mark.parametrize("name", ["plain", "named", "used"])

@@ -5,8 +5,7 @@ import warnings
 
 import pytest
 import torch
-from helpers import raises
-from rank_pool import Results
+from helpers import raises, results_of
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -106,9 +105,7 @@ def detect(name):
     }
 
 
-@pytest.fixture(scope="module")
-def found(rank_pools):
-    return Results(rank_pools, detect)
+found = results_of(detect)
 
 
 @pytest.mark.parametrize("collate", COLLATES)
@@ -209,9 +206,7 @@ def train_detector(name):
     return found, learn.recorder.metric_names, [str(w.message) for w in caught]
 
 
-@pytest.fixture(scope="module")
-def trained(rank_pools):
-    return Results(rank_pools, train_detector)
+trained = results_of(train_detector)
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from helpers import raises
-from rank_pool import Results
+from helpers import raises, results_of
 from torch.utils.data import DataLoader
 
 from learnerkit import DataLoaders, Learner, accuracy, set_seed
@@ -75,9 +74,7 @@ def fit(name):
     }
 
 
-@pytest.fixture(scope="module")
-def found(rank_pools):
-    return Results(rank_pools, fit)
+found = results_of(fit)
 
 
 @pytest.mark.slow

@@ -6,9 +6,8 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from helpers import mostly_slow
+from helpers import mostly_slow, results_of
 from PIL import Image
-from rank_pool import Results
 from torch import nn
 
 from learnerkit import ImageData, Learner, accuracy, distributed, mae, set_seed
@@ -46,9 +45,7 @@ def train(name):
     return learn.recorder.values, [w.tolist() for w in learn.model.state_dict().values()], preds.tolist()
 
 
-@pytest.fixture(scope="module")
-def results(rank_pools):
-    return Results(rank_pools, train)
+results = results_of(train)
 
 
 @pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.soak)])
@@ -114,9 +111,7 @@ def make_learner(targets, data, dls):
     return Learner(dls, nn.Sequential(nn.Flatten(), *layers), loss, metrics=accuracy if targets == "classes" else mae)
 
 
-@pytest.fixture(scope="module")
-def found(rank_pools):
-    return Results(rank_pools, train_targets)
+found = results_of(train_targets)
 
 
 @pytest.mark.parametrize("targets", mostly_slow(["classes", "numbers", "boxes", "points"], "boxes"))

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from helpers import results_of
 from model_jobs import JOBS, do
-from rank_pool import Results
 
 REFUSED = {
     "callback with an optimizer of its own": "put them into the model, or into learn.opt",
@@ -27,10 +27,7 @@ LEAVES = "cancel in a forward hook"
 """Steps that all ranks leave out have a place in the recorder's losses on several ranks alone."""
 
 
-@pytest.fixture(scope="module")
-def found(rank_pools):
-    """What a job comes to on each rank, by (number of processes, job)."""
-    return Results(rank_pools, do)
+found = results_of(do)
 
 
 def on_ranks(*numbers):

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from helpers import results_of
 from parity import do, do_sharded, jobs
-from rank_pool import Results
 
 TRAINING = [
     "plain", "one_cycle", "shuffled", "generator", "weighted", "batch_sampler", "drop_last", "workers", "regression",
@@ -62,10 +62,7 @@ def on_ranks(jobs, alone=False):
     return pytest.mark.parametrize(("n", "job"), found)
 
 
-@pytest.fixture(scope="module")
-def found(rank_pools):
-    """What a job comes to on each rank, by (number of processes, job)."""
-    return Results(rank_pools, do)
+found = results_of(do)
 
 
 def same(found, expected, msg):
@@ -171,9 +168,7 @@ def test_several_networks_equal_one_process(found, n, job):
 # Shards
 
 
-@pytest.fixture(scope="module")
-def on_shards(rank_pools):
-    return Results(rank_pools, do_sharded)
+on_shards = results_of(do_sharded)
 
 
 # Masks are those of a rank; and parameters as inputs of backward are told of.

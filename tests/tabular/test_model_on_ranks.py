@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from rank_pool import Results
+from helpers import results_of
 from torch.utils.data import TensorDataset
 
 from learnerkit import accuracy, mae, set_seed
@@ -30,9 +30,7 @@ def train(name):
     return learn.recorder.values, weights, learn.get_preds()[0].tolist()
 
 
-@pytest.fixture(scope="module")
-def results(rank_pools):
-    return Results(rank_pools, train)
+results = results_of(train)
 
 
 @pytest.mark.parametrize("y", ["species", pytest.param("body_mass_g", marks=pytest.mark.slow)])

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from rank_pool import Results
+from helpers import results_of
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -30,9 +30,7 @@ def train(name):
     return learn.recorder.values, [w.tolist() for w in learn.model.state_dict().values()], preds.tolist()
 
 
-@pytest.fixture(scope="module")
-def results(rank_pools):
-    return Results(rank_pools, train)
+results = results_of(train)
 
 
 @pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.soak)])
