@@ -86,20 +86,21 @@ def vision():
     return vision_learner(dls, models.resnet18, 10)
 
 
-def unet():
+def unet(n=8, size=64, bs=2, device="cpu", net="resnet18"):
     from torchvision import models
 
-    data = TensorDataset(torch.rand(8, 3, 64, 64), torch.randint(3, (8, 64, 64)))
-    return unet_learner(DataLoaders.from_datasets(data, data, bs=2, device="cpu", classes=list("abc")), models.resnet18)
+    data = TensorDataset(torch.rand(n, 3, size, size), torch.randint(3, (n, size, size)))
+    dls = DataLoaders.from_datasets(data, data, bs=bs, device=device, classes=list("abc"))
+    return unet_learner(dls, getattr(models, net))
 
 
-def tabular():
+def tabular(n=200, bs=32, device="cpu", layers=(200, 100)):
     pd = pytest.importorskip("pandas")
     rng = np.random.default_rng(0)
-    frame = pd.DataFrame({"town": rng.choice(["Oslo", "Bonn"], 200), "area": rng.normal(90, 30, 200)})
+    frame = pd.DataFrame({"town": rng.choice(["Oslo", "Bonn"], n), "area": rng.normal(90, 30, n)})
     frame["dear"] = frame["area"] > 90
-    dls = TabularData.from_df(frame, "dear", ["town"], ["area"]).dataloaders(bs=32, device="cpu")
-    return tabular_learner(dls, (200, 100))
+    dls = TabularData.from_df(frame, "dear", ["town"], ["area"]).dataloaders(bs=bs, device=device)
+    return tabular_learner(dls, layers)
 
 
 def text():
@@ -108,22 +109,24 @@ def text():
     return text_learner(data.dataloaders(tokens=256, device="cpu"), size=32)
 
 
-def transformer(kind):
+def transformer(kind, device="cpu", shape=(8, 32), vocab=200, width=64, depth=2, heads=2, inner=128):
     transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
-    ids = torch.randint(5, 200, (8, 32))
+    special = {"bos_token_id": 0, "eos_token_id": 0}
+    sizes = {
+        "hidden_size": width, "num_hidden_layers": depth, "num_attention_heads": heads, "intermediate_size": inner
+    }  # fmt: skip
+    ids = torch.randint(5, vocab, shape)
     labels = ids
     if kind == "bert":
-        config = transformers.BertConfig(vocab_size=200, num_labels=3, **sizes)
-        model, labels = transformers.BertForSequenceClassification(config), torch.arange(8) % 3
+        config = transformers.BertConfig(vocab_size=vocab, num_labels=3, **sizes)
+        model, labels = transformers.BertForSequenceClassification(config), torch.arange(len(ids)) % 3
     elif kind == "gpt2":
-        config = transformers.GPT2Config(vocab_size=200, n_embd=64, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+        config = transformers.GPT2Config(vocab_size=vocab, n_embd=width, n_layer=depth, n_head=heads, **special)
         model = transformers.GPT2LMHeadModel(config)
     else:
-        model = transformers.LlamaForCausalLM(
-            transformers.LlamaConfig(vocab_size=200, num_key_value_heads=1, loss_type="ForCausalLM", **sizes)
-        )
-    return Learner(DataLoaders([{"input_ids": ids, "labels": labels}] * 4, device="cpu"), model)
+        config = {"num_key_value_heads": heads // 2, "loss_type": "ForCausalLM"}
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=vocab, **config, **sizes))
+    return Learner(DataLoaders([{"input_ids": ids, "labels": labels}] * 4, device=device), model)
 
 
 def measured(learn):
@@ -362,56 +365,21 @@ def wide_lstm():
     return on_gpu(model, torch.randint(10_000, (256, 128)), torch.randint(5, (256,)))
 
 
-def wide_unet():
-    from torchvision import models
-
-    data = TensorDataset(torch.rand(48, 3, 224, 224), torch.randint(3, (48, 224, 224)))
-    dls = DataLoaders.from_datasets(data, data, bs=16, device="cuda", classes=list("abc"))
-    return unet_learner(dls, models.resnet34)
-
-
-def wide_table():
-    pd = pytest.importorskip("pandas")
-    rng = np.random.default_rng(0)
-    n = 3 * 32_768
-    frame = pd.DataFrame({"town": rng.choice(["Oslo", "Bonn"], n), "area": rng.normal(90, 30, n)})
-    frame["dear"] = frame["area"] > 90
-    dls = TabularData.from_df(frame, "dear", ["town"], ["area"]).dataloaders(bs=32_768, device="cuda")
-    return tabular_learner(dls, (2048, 1024))
-
-
-def wide_transformer(kind):
-    transformers = pytest.importorskip("transformers")
-    ids = torch.randint(5, 10_000, (16, 256))
-    sizes = {"hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "intermediate_size": 2048}
-    labels = ids
-    if kind == "bert":
-        config = transformers.BertConfig(vocab_size=10_000, num_labels=3, **sizes)
-        model, labels = transformers.BertForSequenceClassification(config), torch.arange(16) % 3
-    elif kind == "gpt2":
-        config = transformers.GPT2Config(
-            vocab_size=10_000, n_embd=512, n_layer=8, n_head=8, bos_token_id=0, eos_token_id=0
-        )
-        model = transformers.GPT2LMHeadModel(config)
-    else:
-        model = transformers.LlamaForCausalLM(
-            transformers.LlamaConfig(vocab_size=10_000, num_key_value_heads=4, loss_type="ForCausalLM", **sizes)
-        )
-    return Learner(DataLoaders([{"input_ids": ids, "labels": labels}] * 3, device="cuda"), model)
-
-
 ON_GPU = {
     "MLP": wide_mlp,
     "LSTM": wide_lstm,
-    "U-Net": wide_unet,
-    "tabular": wide_table,
+    "U-Net": partial(unet, 48, 224, 16, "cuda", "resnet34"),
+    "tabular": partial(tabular, 3 * 32_768, 32_768, "cuda", (2048, 1024)),
     "resnet50": partial(of_torchvision, "resnet50", 48),
     "resnet50 in bf16": partial(of_torchvision, "resnet50", 48, "bf16"),
     "efficientnet_b0": partial(of_torchvision, "efficientnet_b0", 48),
     "convnext_tiny": partial(of_torchvision, "convnext_tiny", 32),
     "vit_b_16": partial(of_torchvision, "vit_b_16", 32),
     "swin_t": partial(of_torchvision, "swin_t", 32),
-    **{kind: partial(wide_transformer, kind) for kind in ("bert", "gpt2", "llama")},
+    **{
+        kind: partial(transformer, kind, "cuda", (16, 256), 10_000, 512, 8, 8, 2048)
+        for kind in ("bert", "gpt2", "llama")
+    },
 }
 
 
