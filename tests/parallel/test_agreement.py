@@ -9,11 +9,13 @@ import time
 import warnings
 from functools import partial
 
+import one_rank
 import pytest
 import torch
 import torch.distributed as dist
 from helpers import mostly_slow, step_gradient
 from launching import SCRIPTS, environment, in_time
+from one_rank import Do, throw
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -45,6 +47,7 @@ LAST = N - 1
 EVENTS = [str(e) for e in Event if e.startswith(("before_", "after_")) and "cancel" not in e and e != "after_create"]
 TRAINING_ONLY = ("before_backward", "after_backward", "before_step", "after_step")
 OPTIONS = {"split_batches": True, "timeout": 60, "sync_bn": False}
+fit = partial(one_rank.fit, **OPTIONS)
 SOON = 15  # seconds, where none waits for that timeout; a second on an idle machine
 
 
@@ -79,47 +82,12 @@ def make_learner(cbs=None, norm=False, **kwargs):
     return Learner(dls, nn.Sequential(*layers).double(), nn.CrossEntropyLoss(), cbs=cbs, **options)
 
 
-class Do(Callback):
-    """Does something once, on some ranks, at an event: in the second batch of the first epoch if it is of a batch."""
-
-    def __init__(self, event, action, ranks=(LAST,), training=True, order=0):
-        super().__init__(order=order, **{event: lambda self: self.act()})
-        self.event, self.action, self.ranks, self.in_training, self.done = event, action, ranks, training, False
-
-    def act(self):
-        learn = self.learn
-        if self.done or RANK not in self.ranks:
-            return
-        if self.event in INNER_EVENTS and (learn.training, learn.epoch, learn.iter) != (self.in_training, 0, 1):
-            return
-        self.done = True
-        self.action()
-
-
-def throw(error):
-    def action():
-        raise error
-
-    return action
-
-
 def interrupt():
     os.kill(os.getpid(), signal.SIGINT)
 
 
 def weights(learn):
     return [p.detach().clone() for p in learn.model.parameters()]
-
-
-def fit(learn, epochs=2, **options):
-    """(error or None, seconds) of a fit."""
-    start, error = time.monotonic(), None
-    try:
-        with learn.distrib_ctx(**OPTIONS | options), learn.no_logging():
-            learn.fit(epochs)
-    except (Exception, KeyboardInterrupt) as e:
-        error = e
-    return error, time.monotonic() - start
 
 
 def check_after(learn, alike=True, took=0.0):

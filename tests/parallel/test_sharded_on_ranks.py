@@ -5,13 +5,14 @@ import os
 import pickle
 import shutil
 import signal
-import time
 from functools import partial
 
+import one_rank
 import pytest
 import shard_jobs
 import torch
 from helpers import mostly_soak
+from one_rank import Do, throw
 from shard_jobs import JOBS, Block, Net, learner
 from torch import nn, optim
 from torch.nn import functional as F
@@ -35,7 +36,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 RANK, N = distributed.rank(), distributed.world_size()
 LAST = N - 1
-OPTIONS = {"shard": True, "split_batches": True, "timeout": 60, "sync_bn": False}
+fit = partial(one_rank.fit, shard=True, split_batches=True, timeout=60, sync_bn=False)
 SOON = 15  # seconds; a second on an idle machine
 
 
@@ -80,42 +81,9 @@ WHEN = [(event, True) for event in EVENTS] + [
 ]
 
 
-class Do(Callback):
-    """Does something once, on some ranks, at an event: in the second batch of the first epoch if it is of a batch."""
-
-    def __init__(self, event, action, ranks=(LAST,), training=True, at=1):
-        super().__init__(order=0, **{event: lambda cb: cb.act()})
-        self.event, self.action, self.ranks, self.in_training, self.at, self.done = (
-            event, action, ranks, training, at, False
-        )  # fmt: skip
-
-    def act(self):
-        learn = self.learn
-        if self.done or RANK not in self.ranks:
-            return
-        at = self.at if self.in_training or N < 3 else 0  # the last of three ranks has one batch of validation
-        if self.event in INNER_EVENTS and (learn.training, learn.epoch, learn.iter) != (self.in_training, 0, at):
-            return
-        self.done = True
-        self.action()
-
-
-def throw(error):
-    def action():
-        raise error
-
-    return action
-
-
-def fit(learn, epochs=2, **options):
-    """(error or None, seconds) of a fit."""
-    start, error = time.monotonic(), None
-    try:
-        with learn.distrib_ctx(**OPTIONS | options), learn.no_logging(), learn.no_bar():
-            learn.fit(epochs)
-    except (Exception, KeyboardInterrupt) as e:
-        error = e
-    return error, time.monotonic() - start
+def do(event, action, training):
+    """Something at an event; the last of three ranks has one batch of validation."""
+    return Do(event, action, training=training, at=1 if training or N < 3 else 0)
 
 
 def weights(learn):
@@ -144,7 +112,7 @@ def cancel(kind, when, **options):
     action = (lambda: os.kill(os.getpid(), signal.SIGINT)) if kind is KeyboardInterrupt else throw(kind)
     for event, training in when:
         where = (kind.__name__, event, training)
-        learn = learner(cbs=Do(event, action, training=training), opt_func=optim.AdamW)
+        learn = learner(cbs=do(event, action, training), opt_func=optim.AdamW)
         error, took = fit(learn, **options)
         errors = distributed.all_gather(type(error).__name__)
         assert len(set(errors)) == 1, (where, errors, error)
@@ -176,7 +144,7 @@ def test_a_cancel_at_any_event_ends_all(kind, reshard):
 def fail(when, error=ValueError, make=learner, **kwargs):
     for event, training in when:
         where = (event, training)
-        learn = make(cbs=[Do(event, lambda: throw(error("boom"))(), training=training)], **kwargs)
+        learn = make(cbs=do(event, throw(error("boom")), training), **kwargs)
         found, took = fit(learn)
         assert type(found) is (error if RANK == LAST else PeerError), (where, repr(found))
         assert RANK == LAST or f"{error.__name__}: boom" in str(found), (where, found)
