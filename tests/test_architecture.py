@@ -662,9 +662,13 @@ def test_every_module_says_what_it_is_for(name):
     assert ast.get_docstring(MODULES[name])
 
 
-@pytest.mark.parametrize("module", ["learnerkit", "learnerkit.__main__", "learnerkit.launch", "learnerkit.sweep"])
+WITHOUT_TORCH = ["", ".__main__", ".launch", ".doctor", ".sweep", ".sweep.cli; learnerkit.sweep.params(lr=1)"]
+
+
+@pytest.mark.parametrize("module", WITHOUT_TORCH)
 def test_importing_needs_no_torch(module, script_env):
-    code = f"import sys, {module}; print(sorted(m for m in ('torch', 'numpy', 'fastcore', 'tqdm') if m in sys.modules))"
+    heavy = {"torch", "fastcore", "optuna", "pandas", "matplotlib", *(() if "cli" in module else ("numpy", "tqdm"))}
+    code = f"import sys, learnerkit{module}; print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=script_env, timeout=60)
     assert (done.stdout.strip(), done.stderr) == ("[]", "")
 

@@ -443,12 +443,6 @@ def test_the_command_line_of_the_doctor_starts_the_checks(capsys, monkeypatch):
     assert machines.cli.parse(["--check", "--nproc", "2"]).job.command == ["-m", "learnerkit.doctor", "--rank"]
 
 
-def test_starting_it_imports_no_torch():
-    code = "import sys, learnerkit.doctor; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=60)
-    assert (done.stdout, done.stderr) == ("False\n", "")
-
-
 @pytest.mark.gpu
 def test_the_doctor_describes_a_gpu(tmp_path):
     found = local_checks.look_at_device()

@@ -35,15 +35,6 @@ def test_a_report_has_the_metric_of_the_search(monkeypatch):
     assert "did you mean" not in str(caught.value)
 
 
-def test_neither_params_nor_the_command_line_needs_torch(script_env):
-    code = (
-        "import sys; from learnerkit import sweep; sweep.params(lr=1); import learnerkit.sweep.cli as cli\n"
-        "print(sorted({'torch', 'optuna', 'pandas', 'matplotlib'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=script_env, timeout=60)
-    assert (done.stdout.strip(), done.stderr) == ("[]", "")
-
-
 def test_without_optuna_the_error_says_what_to_install(script_env, tmp_path):
     (tmp_path / "c.json").write_text('{"parameters": {"x": {"type": "float", "min": 0, "max": 1}}}')
     (tmp_path / "t.py").touch()
