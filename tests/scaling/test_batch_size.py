@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 from helpers import assert_same_state, make_data, make_learner, make_model, mostly_slow, raises, state_of
+from scaling_jobs import Counts
 from torch import nn
 from torch.optim import SGD, AdamW
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Subset, TensorDataset
@@ -254,17 +255,6 @@ def test_sparse_gradients_are_no_obstacle(memory):
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_everything_is_put_back(memory, fails):
-    class Counts(Callback):
-        def __init__(self):
-            super().__init__()
-            self.batches, self.seen, self.limit = 0, [], 10**9
-
-        def after_batch(self):
-            self.batches += 1
-            self.seen.append(self.batches)
-            if self.batches > self.limit:
-                raise OSError("the disk is full")
-
     def learner():
         data = TensorDataset(torch.randn(40, 4, generator=torch.Generator().manual_seed(3)), torch.ones(40, 1))
         own = torch.Generator().manual_seed(1)

@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 from helpers import assert_same_state, make_dls, make_learner, raises, state_of
+from scaling_jobs import Counts
 from scaling_jobs import make_learner as job
 
 from learnerkit import Callback, DataLoaders, ScalingReport
@@ -20,17 +21,6 @@ def everything(learn):
 
 @pytest.mark.parametrize("fails", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_everything_is_as_it_was(fails, capsys):
-    class Counts(Callback):
-        def __init__(self):
-            super().__init__()
-            self.batches, self.seen, self.limit = 0, [], 10**9
-
-        def after_batch(self):
-            self.batches += 1
-            self.seen.append(self.batches)
-            if self.batches > self.limit:
-                raise OSError("the disk is full")
-
     learn = make_learner(dls=make_dls(train=40), model=None, cbs=Counts(), opt_func=torch.optim.AdamW)
     with learn.no_logging():
         learn.fit(1)
