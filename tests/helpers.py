@@ -86,6 +86,11 @@ def make_model(n_in=4, n_out=1, dropout=0.0, seed=0):
         return nn.Sequential(nn.Linear(n_in, 6), nn.Tanh(), nn.Dropout(dropout), nn.Linear(6, n_out))
 
 
+def halves(model):
+    """The parameters of each layer of `make_model`'s network: two groups."""
+    return [list(model[0].parameters()), list(model[3].parameters())]
+
+
 class OwnLoss(nn.Module):
     """Makes its own loss."""
 

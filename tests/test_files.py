@@ -15,7 +15,7 @@ import pytest
 import safetensors.torch
 import torch
 from checkpoint_files import largest_file
-from helpers import make_dls, make_learner, make_model, mostly_slow, same_weights, spy, weights
+from helpers import halves, make_dls, make_learner, make_model, mostly_slow, same_weights, spy, weights
 from torch import nn
 from torch.optim import SGD, AdamW
 
@@ -249,13 +249,10 @@ def test_a_model_with_a_part_named_module_keeps_its_names(tmp_path):
 
 
 def test_a_foreign_state_of_the_optimizer_keeps_the_splitters_groups(tmp_path):
-    def splitter(model):
-        return [list(model[0].parameters()), list(model[3].parameters())]
-
     model = make_model()
-    opt = SGD([{"params": group} for group in splitter(model)], lr=0.5, momentum=0.9)
+    opt = SGD([{"params": group} for group in halves(model)], lr=0.5, momentum=0.9)
     torch.save({"state_dict": model.state_dict(), "optimizer": opt.state_dict()}, tmp_path / "theirs.pt")
-    learn = make_learner(splitter=splitter, opt_func=partial(SGD, momentum=0.9)).load(tmp_path / "theirs.pt")
+    learn = make_learner(splitter=halves, opt_func=partial(SGD, momentum=0.9)).load(tmp_path / "theirs.pt")
     learn.fit(1, [0.1, 0.2], wd=0.1)
     assert [(g["splitter_group"], g["lr"]) for g in learn.opt.param_groups] == [(0, 0.1), (0, 0.1), (1, 0.2), (1, 0.2)]
 

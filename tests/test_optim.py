@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from fastcore.foundation import L
-from helpers import by_hand, make_data, make_dls, make_learner, make_model, raises, same_weights, weights
+from helpers import by_hand, halves, make_data, make_dls, make_learner, make_model, raises, same_weights, weights
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD, Adam, AdamW, Rprop
@@ -26,10 +26,6 @@ from learnerkit import (
     scaled_lr,
 )
 from learnerkit.callbacks.schedule import SchedNo
-
-
-def halves(model):
-    return [list(model[0].parameters()), list(model[3].parameters())]
 
 
 def thirds(model):

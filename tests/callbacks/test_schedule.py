@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from fastcore.foundation import L
-from helpers import ROOT, make_data, make_learner, raising, same_weights, weights
+from helpers import ROOT, halves, make_data, make_learner, raising, same_weights, weights
 from torch import nn
 from torch.optim import SGD, Adagrad, AdamW, RMSprop, lr_scheduler
 from torch.utils.data import DataLoader
@@ -42,10 +42,6 @@ def one_cycle(pos, pct_start, start, middle, end):
 def learner(opt_func=AdamW, batches=10, **kwargs):
     dls = DataLoaders(DataLoader(make_data(4 * batches), 4), DataLoader(make_data(4), 4), device="cpu")
     return make_learner(dls, opt_func=opt_func, lr=1e-3, **kwargs)
-
-
-def halves(model):
-    return [list(model[0].parameters()), list(model[3].parameters())]
 
 
 class Watch(Callback):

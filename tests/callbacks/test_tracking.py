@@ -8,7 +8,18 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from helpers import Wrapped, make_classes, make_data, make_dls, make_learner, make_model, raising, same_weights, weights
+from helpers import (
+    Wrapped,
+    halves,
+    make_classes,
+    make_data,
+    make_dls,
+    make_learner,
+    make_model,
+    raising,
+    same_weights,
+    weights,
+)
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -511,10 +522,6 @@ def test_the_reduced_rate_is_the_one_used():
     assert learn.recorder.lrs == [0.5, 0.5, 0.5, 0.5, 0.25, 0.25]
     learn.fit(1, 0.5)
     assert learn.recorder.lrs == [0.5, 0.5]
-
-
-def halves(model):
-    return [list(model[0].parameters()), list(model[3].parameters())]
 
 
 def test_every_group_is_reduced(capsys):

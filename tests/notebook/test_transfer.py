@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import make_data, make_learner, make_model, mostly_slow, raising
+from helpers import halves, make_data, make_learner, make_model, mostly_slow, raising
 from torch import nn
 from torch.optim import SGD, AdamW
 
@@ -201,10 +201,6 @@ class Turning(torch.utils.data.Sampler):
 
     def load_state_dict(self, state):
         self.order, self.epochs = list(state["order"]), state["epochs"]
-
-
-def halves(model):
-    return [list(model[0].parameters()), list(model[3].parameters())]
 
 
 def lazy():

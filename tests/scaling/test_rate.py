@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import Unsized, make_data, make_dls, make_learner, raises
+from helpers import Unsized, halves, make_data, make_dls, make_learner, raises
 from torch import nn
 from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, RMSprop
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
@@ -144,10 +144,6 @@ def test_each_optimizer_has_its_rule(kind, capsys):
         for given, factor in (("linear", 0.5), ("sqrt", 0.5**0.5)):
             learn.fit(1, scaled_lr(0.01, at=64, rule=given))
             assert learn.recorder.lrs[-1] == pytest.approx(0.01 * factor)
-
-
-def halves(model):
-    return [list(model[0].parameters()), list(model[3].parameters())]
 
 
 def rates(learn):
