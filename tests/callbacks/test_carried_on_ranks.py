@@ -2,59 +2,26 @@
 
 import warnings
 
+import carried_jobs
 import pytest
 import torch
+from carried_jobs import Hidden, batches
 from helpers import mostly_slow
 from resume_jobs import Killed, _KillBefore
-from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from learnerkit import (
-    Callback,
-    CarriedState,
-    CheckpointCallback,
-    DataLoaders,
-    GradientAccumulation,
-    Learner,
-    distributed,
-)
+from learnerkit import Callback, CheckpointCallback, GradientAccumulation, distributed
 from learnerkit.data.cuts import join_rows
 
 pytestmark = pytest.mark.ranks(2, soak=[3])
 
-RANK, N = distributed.rank(), distributed.world_size()
-ROWS, SIZE = 7, 5
-
-
-class Net(nn.Module):
-    """An LSTM over time-major batches that returns (predictions, state)."""
-
-    def __init__(self):
-        super().__init__()
-        self.lstm = nn.LSTM(2, SIZE, num_layers=2)
-        self.head = nn.Linear(SIZE, 1)
-
-    def forward(self, x, state):
-        found, state = self.lstm(x, state)
-        return self.head(found), state
-
-
-class Hidden(CarriedState):
-    def start(self, n):
-        return tuple(torch.zeros(2, n, SIZE, dtype=torch.float64) for _ in range(2))
-
-
-def batches(n, rows=ROWS, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [tuple(torch.randn(4, rows, k, generator=generator, dtype=torch.float64) for k in (2, 1)) for _ in range(n)]
+RANK = distributed.rank()
+ROWS = 7  # of which ranks have different numbers
 
 
 def learner(train=None, valid=None, cbs=()):
-    torch.manual_seed(1)
-    train = batches(5) if train is None else train
-    dls = DataLoaders(train, batches(3, 4, seed=1) if valid is None else valid, device="cpu", batch_dim=1)
-    cbs = [Hidden(dim=1), *cbs]
-    return Learner(dls, Net().double(), nn.MSELoss(), opt_func=torch.optim.SGD, lr=0.1, cbs=cbs)
+    train = batches(5, ROWS) if train is None else train
+    return carried_jobs.learner(train, valid or batches(3, 4, seed=1), [Hidden(dim=1), *cbs])
 
 
 def fit(learn, epochs=2, **options):
@@ -117,7 +84,7 @@ class Own(IterableDataset):
     """Batches of this rank alone."""
 
     def __iter__(self):
-        return iter(batches(5, seed=RANK))
+        return iter(batches(5, ROWS, RANK))
 
 
 def test_each_rank_may_carry_the_state_of_its_own_data():
@@ -144,4 +111,4 @@ def test_a_rank_without_rows_takes_part():
 def test_rows_that_change_are_refused():
     refused = ValueError, distributed.PeerError  # a rank whose rows are none, before and after, is told of it
     with pytest.raises(refused, match=r"the state that is carried has \d rows, and the batch"):
-        fit(learner([*batches(2), *batches(1, 2)]), split_batches=True)
+        fit(learner([*batches(2, ROWS), *batches(1, 2)]), split_batches=True)
