@@ -1,7 +1,8 @@
 """Small models, data and callbacks for the tests."""
 
 import sys
-from contextlib import contextmanager
+import warnings
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from learnerkit import (
     CancelValidException,
     DataLoaders,
     Learner,
+    distributed,
 )
 from learnerkit.events import Event
 from learnerkit.state import TRANSIENT
@@ -122,6 +124,27 @@ def end_workers(dls):
 def weights(model):
     """A copy of all weights and buffers."""
     return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def weights_on_ranks(learn):
+    """The weights, which are the same on all ranks; a fit has left no gradients and no autocast behind."""
+    found = torch.cat([p.detach().reshape(-1) for p in learn.model.parameters()])
+    assert all(torch.equal(found, other) for other in distributed.all_gather(found)), "ranks have parted"
+    assert all(p.grad is None for p in learn.model.parameters())
+    assert not torch.is_autocast_enabled("cpu")
+    return found
+
+
+def alone_and_together(make, use):
+    """What `use(learn)` leaves on one process and on all of them together: (learner, result) of each."""
+    found = []
+    for together in (False, True):
+        learn = make()
+        with learn.no_logging(), warnings.catch_warnings():
+            warnings.simplefilter("error" if together else "ignore")  # one of several processes that trains alone
+            with learn.distrib_ctx(split_batches=True) if together else nullcontext():
+                found.append((learn, use(learn)))
+    return found
 
 
 def read_report(text):

@@ -2,11 +2,10 @@
 
 import copy
 import signal
-import warnings
 
 import pytest
 import torch
-from helpers import mostly_slow, raises
+from helpers import alone_and_together, mostly_slow, raises
 from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 from torch.utils.data import TensorDataset
@@ -46,19 +45,7 @@ def make_learner(n=30, bs=4, model=None, **kwargs):
 
 
 def both(use, **kwargs):
-    """What `use(learn)` leaves on one process and on all of them together: (learner, result) of each."""
-    found = []
-    for together in (False, True):
-        learn = make_learner(**{k: copy.deepcopy(v) for k, v in kwargs.items()})
-        with learn.no_logging(), warnings.catch_warnings():
-            warnings.simplefilter("ignore" if not together else "error")
-            if together:
-                with learn.distrib_ctx(split_batches=True):
-                    result = use(learn)
-            else:
-                result = use(learn)
-        found.append((learn, result))
-    return found
+    return alone_and_together(lambda: make_learner(**copy.deepcopy(kwargs)), use)
 
 
 def weights(learn):

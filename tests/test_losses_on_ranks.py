@@ -1,10 +1,8 @@
 """Losses on two ranks: those that ask the learner, need no targets, come from the model, or have several parts."""
 
-import warnings
-
 import pytest
 import torch
-from helpers import mostly_slow, raises
+from helpers import alone_and_together, mostly_slow, raises
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
@@ -31,19 +29,7 @@ def make_learner(model, loss_func=None, n_inp=1, bs=3, kind=Learner, **kwargs):
 
 
 def both(*args, use=lambda learn: learn.fit(2), **kwargs):
-    """A learner that one process has trained, and one that all have trained together."""
-    found = []
-    for together in (False, True):
-        learn = make_learner(*args, **kwargs)
-        with learn.no_logging(), warnings.catch_warnings():
-            warnings.simplefilter("error" if together else "ignore")  # one of several processes that trains alone
-            if together:
-                with learn.distrib_ctx(split_batches=True):
-                    use(learn)
-            else:
-                use(learn)
-        found.append(learn)
-    return found
+    return [learn for learn, _ in alone_and_together(lambda: make_learner(*args, **kwargs), use)]
 
 
 def facts(learn):

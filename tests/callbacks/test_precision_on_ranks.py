@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 from helpers import mostly_slow
+from helpers import weights_on_ranks as weights
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -68,15 +69,6 @@ def make_learner(cbs=(), n=30, kind=torch.float32):
         for p in model.parameters():
             p.normal_(0, 0.4)
     return Learner(dls, model, nn.MSELoss(), opt_func=lambda p, lr: OutsideAutocast(p, lr, 0.9), lr=0.05, cbs=[*cbs])
-
-
-def weights(learn):
-    """The weights, which are the same on all ranks."""
-    found = torch.cat([p.detach().reshape(-1) for p in learn.model.parameters()])
-    assert all(torch.equal(found, other) for other in distributed.all_gather(found)), "ranks have parted"
-    assert all(p.grad is None for p in learn.model.parameters())
-    assert not torch.is_autocast_enabled("cpu")
-    return found
 
 
 def trained(cbs=(), epochs=2, alone=False, **kwargs):

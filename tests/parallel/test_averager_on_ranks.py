@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from helpers import mostly_slow, raises, step_gradient
+from helpers import weights_on_ranks as weights
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -76,13 +77,6 @@ def trained(
             with learn.distrib_ctx(split_batches=True, **options):
                 learn.fit(epochs)
     return learn, [text for text in said if SAID in text], ways
-
-
-def weights(learn):
-    """The weights, which are the same on all ranks."""
-    found = torch.cat([p.detach().reshape(-1) for p in learn.model.parameters()])
-    assert all(torch.equal(found, other) for other in distributed.all_gather(found))
-    return found
 
 
 def check_equals_one(way, said="", **job):

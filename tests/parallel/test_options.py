@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 import torch
 from helpers import mostly_slow, mostly_soak, raises, step_gradient
+from helpers import weights_on_ranks as weights
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -55,14 +56,6 @@ def seeded(model):
         for p in model.parameters():
             p.normal_(0, 0.4)
     return model
-
-
-def weights(learn):
-    """The weights, which are the same on all ranks."""
-    found = torch.cat([p.detach().reshape(-1) for p in learn.model.parameters()])
-    assert all(torch.equal(found, other) for other in distributed.all_gather(found)), "ranks have parted"
-    assert all(p.grad is None for p in learn.model.parameters())
-    return found
 
 
 def trained(model=None, epochs=1, cbs=None, alone=False, **options):
