@@ -365,27 +365,29 @@ def test_rates_are_those_of_the_script_after_a_file_is_loaded():
     assert second.listens.rates[0] == OWN
 
 
-def test_resumed_groups_end_as_those_of_a_whole_run(tmp_path):
-    def run(name, dies):
+def died_and_whole(folder, make, train):
+    """The learners of a run that died and was resumed, and of one that did not, which end alike."""
+
+    def run(name, dies=False):
         kills = Callback(before_step=lambda cb: cb.train_iter == 5 and dies and 1 / 0)
-        learn = own_learner(dls=make_dls(12), cbs=[CheckpointCallback(tmp_path / name, every=1, resume=True), kills])
+        learn = make(dls=make_dls(12), cbs=[CheckpointCallback(folder / name, every=1, resume=True), kills])
         with suppress(ZeroDivisionError):
-            learn.fit_one_cycle(2, 0.05)
-            learn.fit(1)
+            train(learn)
         return learn
 
     run("died", True)
-    whole, resumed = run("whole", False), run("died", False)
+    whole, resumed = run("whole"), run("died")
     assert same_weights(whole.model, resumed.model)
+    return resumed, whole
+
+
+def test_resumed_groups_end_as_those_of_a_whole_run(tmp_path):
+    def train(learn):
+        learn.fit_one_cycle(2, 0.05)
+        learn.fit(1)
+
+    resumed, whole = died_and_whole(tmp_path, own_learner, train)
     assert whole.listens.rates == resumed.listens.rates == [OWN] * 3
-
-
-def test_the_finder_keeps_the_ratio_of_rates():
-    learn = own_learner()
-    learn.lr_find(1e-3, 1.0, num_it=10, stop_div=False, show_plot=False)
-    assert learn.listens.rates[0] == pytest.approx([rate / 100 for rate in OWN])
-    assert learn.listens.rates[-1][-1] > 0.4
-    assert all(rates == pytest.approx([rates[-1] * rate / 0.1 for rate in OWN]) for rates in learn.listens.rates)
 
 
 def test_rates_of_groups_are_shown(capsys):
@@ -493,11 +495,20 @@ def test_rates_of_a_splitters_groups_are_kept_or_scaled(options, learners, fits,
     assert learn.listens.rates == plain.listens.rates
 
 
-def test_the_finder_keeps_the_scales_of_a_splitters_groups():
-    learn = make_learner(splitter=groups_with(*SCALES), cbs=Listens())
+@pytest.mark.parametrize(
+    ("make", "first"),
+    [
+        (own_learner, [rate / 100 for rate in OWN]),
+        (lambda: make_learner(splitter=groups_with(*SCALES), cbs=Listens()), [1e-4, 1e-3]),
+    ],
+)
+def test_the_finder_keeps_the_ratios_of_rates(make, first):
+    learn = make()
     learn.lr_find(1e-3, 1.0, num_it=10, stop_div=False, show_plot=False)
-    assert learn.listens.rates[0] == pytest.approx([1e-4, 1e-3])
-    assert all(low == pytest.approx(0.1 * high) for low, high in learn.listens.rates)
+    found = learn.listens.rates
+    assert found[0] == pytest.approx(first)
+    assert found[-1][-1] > 0.4
+    assert all(rates == pytest.approx([rates[-1] * rate / first[-1] for rate in first]) for rates in found)
 
 
 @pytest.mark.parametrize(("options", "ratio"), [(SCALES, 0.1), (OWN_RATES, 0.01), ([{}, {}], 0.05)])
@@ -590,20 +601,14 @@ def test_options_are_those_of_the_script_after_a_file_is_loaded():
 
 
 def test_a_resumed_run_with_options_ends_as_a_whole_one(tmp_path):
-    options = [{"lr_scale": 0.5, "weight_decay": 0.3}, {"lr": 0.02}]
+    splitter = groups_with({"lr_scale": 0.5, "weight_decay": 0.3}, {"lr": 0.02})
 
-    def run(name, dies):
-        kills = Callback(before_step=lambda cb: cb.train_iter == 5 and dies and 1 / 0)
-        cbs = [CheckpointCallback(tmp_path / name, every=1, resume=True), kills]
-        learn = make_learner(make_dls(12), splitter=groups_with(*options), opt_func=AdamW, lr=0.01, cbs=cbs)
-        with suppress(ZeroDivisionError):
-            learn.fit_one_cycle(2, 0.05, wd={"*bias": 0.01, "*": 0.2})
-            learn.fit(1, wd=0.1)
-        return learn
+    def train(learn):
+        learn.fit_one_cycle(2, 0.05, wd={"*bias": 0.01, "*": 0.2})
+        learn.fit(1, wd=0.1)
 
-    run("died", True)
-    whole, resumed = run("whole", False), run("died", False)
-    assert same_weights(whole.model, resumed.model)
+    make = partial(make_learner, splitter=splitter, opt_func=AdamW, lr=0.01)
+    resumed, whole = died_and_whole(tmp_path, make, train)
     assert layer_values(whole) == layer_values(resumed) == [0.005, 0.02]
 
 
@@ -690,16 +695,6 @@ def test_wd_goes_to_weights_unless_told_otherwise(given_to, wd_bn_bias, splitter
     assert optim.n_groups(learn.opt) == (2 if splitter else 1)
 
 
-def test_decay_does_what_torch_does_with_two_groups():
-    learn, model = make_learner(opt_func=AdamW, lr=0.01, wd=0.5), make_model()
-    learn.fit(2)
-    bare, others = [model[0].bias, model[3].bias], [model[0].weight, model[3].weight]
-    groups = [{"params": others}, {"params": bare, "weight_decay": 0.0}]
-    opt = AdamW(groups, lr=0.01, weight_decay=0.5, fused=True)  # as the learner's: others round differently
-    by_hand(model, DataLoader(make_data(), 4), 2, opt)
-    assert same_weights(learn.model, model)
-
-
 def test_wd_of_a_later_fit_keeps_the_optimizers_state():
     learn = make_learner(opt_func=AdamW, lr=0.01)
     learn.fit(1)
@@ -759,10 +754,17 @@ def test_a_decay_for_one_fit_leaves_later_fits_the_learners(wd):
         assert by_name(learn, "weight_decay") == before
 
 
-def test_wd_by_names_does_what_torch_does_with_such_groups():
-    learn, model = make_learner(opt_func=AdamW, lr=0.01, wd={"*bias": 0.2, "0.*": 0.5}), make_model()
+@pytest.mark.parametrize(
+    ("wd", "groups"),
+    [
+        (0.5, {"0.weight 3.weight": 0.5, "0.bias 3.bias": 0.0}),
+        ({"*bias": 0.2, "0.*": 0.5}, {"0.weight": 0.5, "0.bias 3.bias": 0.2, "3.weight": 0.01}),
+    ],
+)
+def test_decay_does_what_torch_does_with_such_groups(wd, groups):
+    learn, model = make_learner(opt_func=AdamW, lr=0.01, wd=wd), make_model()
     learn.fit(2)
-    parts = [([model[0].weight], 0.5), ([model[0].bias, model[3].bias], 0.2), ([model[3].weight], 0.01)]
+    parts = [(list(map(model.get_parameter, names.split())), decay) for names, decay in groups.items()]
     opt = AdamW([{"params": params, "weight_decay": decay} for params, decay in parts], lr=0.01, fused=True)
     by_hand(model, DataLoader(make_data(), 4), 2, opt)
     assert same_weights(learn.model, model)
