@@ -11,7 +11,7 @@ import torch
 from rank_pool import Results
 from torch import nn
 from torch.nn import functional as F
-from torch.optim import SGD
+from torch.optim import SGD, AdamW
 from torch.utils.data import DataLoader, TensorDataset
 
 from learnerkit import (
@@ -103,6 +103,38 @@ class OwnLoss(nn.Module):
     def forward(self, x, labels):
         pred = self.body(x)
         return {"logits": pred, "loss": nn.functional.mse_loss(pred, labels)}
+
+
+class KeepsGradients(Learner):
+    """Sets gradients to zero rather than remove them."""
+
+    def _zero_grad(self):
+        self.opt.zero_grad(set_to_none=False)
+
+
+class OwnBackward(Learner):
+    """Has a backward pass of its own, as it is often written."""
+
+    def _backward(self):
+        self.loss_grad.backward()
+
+
+class TwoOpts(Learner):
+    """With an optimizer for each layer of `make_model`'s network."""
+
+    def create_opt(self):
+        self.opt = {
+            "first": SGD(self.model[0].parameters(), lr=self.lr, momentum=0.9),
+            "last": AdamW(self.model[3].parameters(), lr=self.lr),
+        }
+
+
+class TwoAndOne(Learner):
+    """With two optimizers, of one group and of two."""
+
+    def create_opt(self):
+        first, last = self.model[0], self.model[3]
+        return {"a": SGD(first.parameters(), 1.0), "b": AdamW([{"params": [last.weight]}, {"params": [last.bias]}])}
 
 
 def make_learner(dls=None, model=None, loss_func=None, cls=Learner, **kwargs):

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 
 import torch
+from helpers import OwnBackward
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
@@ -226,12 +227,13 @@ def _():
     return learner(Parts(), cbs=Callback(after_loss=penalise))
 
 
+def penalise(cb):
+    if cb.training:
+        cb.learn.loss_grad = cb.loss_grad + 0.1 * sum((p**2).sum() for p in cb.model.parameters())
+
+
 @job("callback's loss of the model's weights")
 def _():
-    def penalise(cb):
-        if cb.training:
-            cb.learn.loss_grad = cb.loss_grad + 0.1 * sum((p**2).sum() for p in cb.model.parameters())
-
     return learner(cbs=Callback(after_loss=penalise))
 
 
@@ -483,9 +485,8 @@ def _():
 
 @job("a closure with a _backward of its own")
 def _():
-    class Own(Closure):
-        def _backward(self):
-            self.loss_grad.backward()
+    class Own(OwnBackward, Closure):
+        """Both."""
 
     return learner(cls=Own, opt_func=partial(torch.optim.LBFGS, max_iter=3))
 
@@ -553,10 +554,6 @@ def _():
 
 @job("LBFGS by itself, with a penalty")
 def _():
-    def penalise(cb):
-        if cb.training:
-            cb.learn.loss_grad = cb.loss_grad + 0.1 * sum(p.square().sum() for p in cb.model.parameters())
-
     return learner(opt_func=partial(torch.optim.LBFGS, max_iter=3), cbs=Callback(after_loss=penalise))
 
 
@@ -593,9 +590,8 @@ def _():
 
 @job("a closure of the learner's, with a _backward of its own")
 def _():
-    class Own(ByClosure):
-        def _backward(self):
-            self.loss_grad.backward()
+    class Own(OwnBackward, ByClosure):
+        """Both."""
 
     return learner(cls=Own, opt_func=partial(torch.optim.LBFGS, max_iter=3))
 
@@ -658,16 +654,8 @@ def _():
     return learner(cls=Graph)
 
 
-class OwnBackward(Learner):
-    """As it is often written."""
-
-    def _backward(self):
-        self.loss_grad.backward()
-
-
-class AuxiliaryBackward(AuxiliaryLoss):
-    def _backward(self):
-        self.loss_grad.backward()
+class AuxiliaryBackward(OwnBackward, AuxiliaryLoss):
+    """Both."""
 
 
 @job("a _backward of its own")
@@ -690,32 +678,25 @@ def _():
     return learner(Experts(), cls=OwnBackward)
 
 
+class TwoPasses(Learner):
+    def _loss(self):
+        super()._loss()
+        rows = (self.model.second(self.model.features) ** 2).sum(1)
+        self.aux = rows.sum() if self.loss_func.reduction == "sum" else rows.mean()
+
+    def _backward(self):
+        self.loss_grad.backward(retain_graph=True)
+        self.aux.backward()
+
+
 @job("a _backward of its own, in two passes")
 def _():
-    class Two(Learner):
-        def _loss(self):
-            super()._loss()
-            self.aux = (self.model.second(self.model.features) ** 2).sum(1).mean()
-
-        def _backward(self):
-            self.loss_grad.backward(retain_graph=True)
-            self.aux.backward()
-
-    return learner(Parts(), cls=Two)
+    return learner(Parts(), cls=TwoPasses)
 
 
 @job("a _backward of its own, in two passes, with a sum")
 def _():
-    class Two(Learner):
-        def _loss(self):
-            super()._loss()
-            self.aux = (self.model.second(self.model.features) ** 2).sum()
-
-        def _backward(self):
-            self.loss_grad.backward(retain_graph=True)
-            self.aux.backward()
-
-    return learner(Parts(), cls=Two, loss=nn.CrossEntropyLoss(reduction="sum"), lr=0.01)
+    return learner(Parts(), cls=TwoPasses, loss=nn.CrossEntropyLoss(reduction="sum"), lr=0.01)
 
 
 @job("callback's own backward pass of the data, with a sum")

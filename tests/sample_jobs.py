@@ -199,10 +199,6 @@ class Recurrent(nn.Module):
         return self.head(self.rnn(x)[1][0]).squeeze(1)
 
 
-def values_lost(pred, y, reduction="mean"):
-    return F.mse_loss(pred, y, reduction=reduction)
-
-
 def classes_of_nodes(samples: list) -> tuple:
     nodes, edges, owner, y = graphs(samples, of_nodes=True)
     return nodes, edges, owner, (y > 0).long()

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
+from model_jobs import CentreLoss
 from torch import nn, optim
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
@@ -482,25 +483,16 @@ def _():
 # Losses
 
 
-class Centres(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.centres = nn.Parameter(torch.arange(9, dtype=torch.float64).reshape(3, 3) / 9)
-
-    def forward(self, pred, y):
-        return F.cross_entropy(pred, y) + ((pred - self.centres[y]) ** 2).sum(1).mean()
-
-
 @job("a loss with parameters")
 def _():
-    loss = Centres()
+    loss = CentreLoss()
     cbs = [learnerkit.GradientClip(0.1), learnerkit.EMA(0.5)]
     return learner(loss=loss, splitter=lambda m: [list(m.parameters()), list(loss.parameters())], cbs=cbs)
 
 
 @job("a loss with parameters, clipped each and accumulated")
 def _():
-    loss = Centres()
+    loss = CentreLoss()
     cbs = [learnerkit.GradientClip(0.1, each=True), learnerkit.GradientAccumulation(n_batches=2)]
     return learner(loss=loss, splitter=lambda m: [list(m.parameters()), list(loss.parameters())], cbs=cbs)
 

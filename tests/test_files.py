@@ -15,7 +15,7 @@ import pytest
 import safetensors.torch
 import torch
 from checkpoint_files import largest_file
-from helpers import halves, make_dls, make_learner, make_model, mostly_slow, same_weights, spy, weights
+from helpers import TwoOpts, halves, make_dls, make_learner, make_model, mostly_slow, same_weights, spy, weights
 from torch import nn
 from torch.optim import SGD, AdamW
 
@@ -159,18 +159,11 @@ def test_rank_0_alone_writes(rank, monkeypatch):
 
 
 def test_a_dict_of_optimizers_is_saved_by_name():
-    class Two(Learner):
-        def create_opt(self):
-            self.opt = {
-                "a": SGD(self.model[0].parameters(), lr=self.lr, momentum=0.9),
-                "b": AdamW(self.model[3].parameters(), lr=self.lr),
-            }
-
-    learn = make_learner(cls=Two, lr=0.01)
+    learn = make_learner(cls=TwoOpts, lr=0.01)
     learn.fit(1)
     state = torch.load(learn.save("two"), weights_only=True)
-    assert set(state["opt"]) == {"a", "b"}
-    other = make_learner(cls=Two, model=make_model(seed=9), lr=0.01).load("two")
+    assert set(state["opt"]) == {"first", "last"}
+    other = make_learner(cls=TwoOpts, model=make_model(seed=9), lr=0.01).load("two")
     for each in (learn, other):
         each.fit(2)
     assert same_weights(learn.model, other.model)

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from helpers import make_data, make_learner, make_model, raises, raising, same_weights, spy, weights
-from model_jobs import ClosureSAM
+from model_jobs import ByClosure, ClosureSAM
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import LBFGS, SGD, Adam
@@ -65,19 +65,12 @@ def close(a, b):
     torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
 
 
-class Own(Learner):
-    """Evaluates the loss in its `_step`."""
-
-    def _step(self):
-        self.opt.step(self.closure())
-
-
 lbfgs = partial(LBFGS, max_iter=4)
 searching = partial(LBFGS, max_iter=4, line_search_fn="strong_wolfe")
 
 
 @pytest.mark.parametrize("opt_func", [lbfgs, searching, ClosureSAM])
-@pytest.mark.parametrize("cls", [Learner, Own])
+@pytest.mark.parametrize("cls", [Learner, ByClosure])
 def test_a_step_with_a_closure_is_that_of_a_plain_loop(opt_func, cls):
     learn, (model, first) = learner(opt_func, cls, metrics=mae), by_hand(opt_func)
     learn.fit(2)
@@ -169,7 +162,7 @@ def test_an_error_in_a_closure_step_leaves_nothing():
     assert learn._step is step
 
 
-class Both(Own):
+class Both(ByClosure):
     def create_opt(self):
         first, last = self.model[0].parameters(), self.model[-1].parameters()
         return {"first": LBFGS(first), "last": SGD(last, 0.1)}
@@ -193,7 +186,7 @@ class Early(Learner):
         (lambda: learner(SGD, BothPlain).fit(1), TypeError, "one of several optimizers; override `_step`"),
         *(
             (partial(lambda opt, cls, cb: learner(opt, cls, cbs=cb()).fit(1), opt, cls, cb), ValueError, said)
-            for opt, cls in ((lbfgs, Learner), (SGD, Own))
+            for opt, cls in ((lbfgs, Learner), (SGD, ByClosure))
             for cb, said in (
                 (lambda: GradientAccumulation(n_batches=2), "a closure has the last one alone"),
                 (lambda: GradientClip(), "the gradients of the first evaluation alone are clipped"),

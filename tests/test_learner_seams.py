@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import make_data, make_dls, make_learner, make_model, raising, same_weights, spy, weights, words
+from helpers import TwoOpts, make_data, make_dls, make_learner, make_model, raising, same_weights, spy, weights, words
 from torch.nn import functional as F
 from torch.optim import SGD, AdamW
 from torch.utils.data import DataLoader
@@ -112,14 +112,6 @@ def test_a_loss_of_ones_own_needs_no_targets():
     before = learn.validate(0)
     learn.fit(3)
     assert learn.validate(0)[0] < before[0]
-
-
-class TwoOpts(Learner):
-    def create_opt(self):
-        self.opt = {
-            "first": SGD(self.model[0].parameters(), lr=self.lr, momentum=0.9),
-            "last": AdamW(self.model[3].parameters(), lr=self.lr),
-        }
 
 
 @pytest.mark.parametrize("returned", [False, True])

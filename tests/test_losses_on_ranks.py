@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from helpers import alone_and_together, mostly_slow, raises
+from helpers import OwnBackward, alone_and_together, mostly_slow, raises
+from model_jobs import penalise
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
@@ -125,11 +126,6 @@ class NotesWeights(Callback):
     before_batch = note_weights
 
 
-def penalise(cb):
-    if cb.training:
-        cb.learn.loss_grad = cb.loss_grad + 0.1 * sum(p.square().sum() for p in cb.model.parameters())
-
-
 @pytest.mark.parametrize("extra", [[], [Callback(after_loss=penalise)]], ids=["plain", "penalty"])
 def test_several_losses_each_with_a_count_of_its_own(extra):
     learn = check_equal(Parts, loss_weight=WEIGHTS, cbs=[NotesWeights, *extra])
@@ -144,11 +140,7 @@ def test_the_guess_that_all_are_means_over_samples_is_wrong_here():
 
 
 def test_several_losses_with_steps_after_the_backward_pass():
-    class Own(Learner):
-        def _backward(self):
-            self.loss_grad.backward()
-
-    check_equal(Parts, kind=Own, loss_weight=WEIGHTS, cbs=NotesWeights)
+    check_equal(Parts, kind=OwnBackward, loss_weight=WEIGHTS, cbs=NotesWeights)
 
 
 @pytest.mark.parametrize("event", mostly_slow(["before_batch", "after_pred", "before_backward"], "after_pred"))

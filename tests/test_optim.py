@@ -8,7 +8,18 @@ import numpy as np
 import pytest
 import torch
 from fastcore.foundation import L
-from helpers import by_hand, halves, make_data, make_dls, make_learner, make_model, raises, same_weights, weights
+from helpers import (
+    TwoAndOne,
+    by_hand,
+    halves,
+    make_data,
+    make_dls,
+    make_learner,
+    make_model,
+    raises,
+    same_weights,
+    weights,
+)
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD, Adam, AdamW, Rprop
@@ -613,7 +624,7 @@ def test_a_resumed_run_with_options_ends_as_a_whole_one(tmp_path):
 
 
 def test_several_optimizers_take_decays_by_the_models_names():
-    learn = make_learner(cls=Two, wd={"3.bias": 0.4, "*.weight": 0.2})
+    learn = make_learner(cls=TwoAndOne, wd={"3.bias": 0.4, "*.weight": 0.2})
     learn.fit(1)
     decays = {name: [group["weight_decay"] for group in opt.param_groups] for name, opt in learn.opt.items()}
     assert decays == {"a": [0.2, 0], "b": [0.2, 0.4]}
@@ -940,20 +951,12 @@ def test_several_optimizers_each_get_rate_and_decay():
         assert opt.param_groups[0]["params"] == [layer.weight]
 
 
-class Two(Learner):
-    """With two optimizers, of one and of two groups."""
-
-    def create_opt(self):
-        first, last = self.model[0], self.model[3]
-        return {"a": SGD(first.parameters(), 1.0), "b": AdamW([{"params": [last.weight]}, {"params": [last.bias]}])}
-
-
 def rates_of(learn):
     return {name: [group["lr"] for group in opt.param_groups] for name, opt in learn.opt.items()}
 
 
 def test_rates_by_the_names_of_optimizers():
-    learn = make_learner(cls=Two, lr={"a": 0.5, "b": [0.1, 0.2]})
+    learn = make_learner(cls=TwoAndOne, lr={"a": 0.5, "b": [0.1, 0.2]})
     learn.fit(1)
     assert rates_of(learn) == {"a": [0.5], "b": [0.1, 0.2]}
     learn.fit(1, {"b": slice(0.01)})  # what is left out has the Learner's

@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from helpers import (
+    KeepsGradients,
     make_classes,
     make_data,
     make_dls,
@@ -642,10 +643,6 @@ def test_channels_last_lasts_as_long_as_a_run(error):
 @pytest.mark.parametrize("loaded", [False, True])
 def test_channels_last_may_come_and_go_between_fits(lasts, loaded, tmp_path):
     """Of torch's fused optimizers, which take for granted that weights, gradients and state lie alike."""
-
-    class KeepsGradients(Learner):
-        def _zero_grad(self):
-            self.opt.zero_grad(set_to_none=False)
 
     learn, plain = (images(cls=KeepsGradients, opt_func=AdamW, lr=0.01, path=tmp_path) for _ in range(2))
     for last in lasts:

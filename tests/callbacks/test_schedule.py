@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from fastcore.foundation import L
-from helpers import ROOT, halves, make_data, make_learner, raising, same_weights, weights
+from helpers import ROOT, TwoAndOne, halves, make_data, make_learner, raising, same_weights, weights
 from torch import nn
 from torch.optim import SGD, Adagrad, AdamW, RMSprop, lr_scheduler
 from torch.utils.data import DataLoader
@@ -302,15 +302,6 @@ def test_a_momentum_of_0_is_scheduled_where_the_optimizer_can_begin_with_one():
         assert [g["momentum"] for g in learn.opt.param_groups] == [0]  # again
 
 
-class Two(Learner):
-    """With two optimizers, of one group and of two."""
-
-    def create_opt(self):
-        first, last = self.model[0], self.model[3]
-        groups = [{"params": [last.weight]}, {"params": [last.bias]}]
-        return {"a": SGD(first.parameters(), 1.0), "b": AdamW(groups)}
-
-
 class WatchBoth(Callback):
     order = 1000
 
@@ -324,7 +315,7 @@ class WatchBoth(Callback):
 
 def test_several_optimizers_are_scheduled_by_name():
     watch = WatchBoth()
-    learn = make_learner(cls=Two, cbs=watch)
+    learn = make_learner(cls=TwoAndOne, cbs=watch)
     learn.fit_flat_cos(1, {"a": 0.5, "b": slice(0.2)})
     assert watch.seen[0] == {"a": [0.5], "b": pytest.approx([0.02, 0.2])}
     learn.fit_one_cycle(1, 0.5, div=5.0)

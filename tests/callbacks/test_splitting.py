@@ -4,7 +4,7 @@ import gc
 
 import pytest
 import torch
-from helpers import mostly_slow, mostly_soak, same_weights
+from helpers import OwnBackward, mostly_slow, mostly_soak, same_weights
 from memory_limits import FAILURE, Limit
 from torch import nn
 from torch.nn import functional as F
@@ -519,16 +519,12 @@ def test_a_loss_of_the_model_is_refused_until_it_is_said_what_it_averages_over()
 
 
 def test_what_cannot_be_cut_exactly_is_refused_in_words():
-    class Own(Learner):
-        def _backward(self):
-            self.loss_grad.backward()
-
     class State(CarriedState):
         def start(self, n):
             return torch.zeros(n, 3)
 
-    with pytest.raises(ValueError, match="Own makes backward passes or steps of its own"):
-        fitted(cbs=[SplitBatch()], cls=Own)
+    with pytest.raises(ValueError, match="OwnBackward makes backward passes or steps of its own"):
+        fitted(cbs=[SplitBatch()], cls=OwnBackward)
     with pytest.raises(ValueError, match="makes backward passes or steps of its own"):
         fitted(cbs=[SplitBatch()], opt_func=torch.optim.LBFGS)
     with pytest.raises(ValueError, match="State carries a state"):

@@ -16,7 +16,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from helpers import make_data, make_dls, make_learner, make_model, mostly_slow, mostly_soak, raises, raising, weights
+from helpers import KeepsGradients, make_data, make_dls, make_learner, make_model, mostly_slow, mostly_soak, raises, raising, weights
 from resume_jobs import (
     CARRIED,
     EPOCHS,
@@ -951,15 +951,8 @@ def test_a_state_that_is_no_dict_is_named(tmp_path):
         learn.fit(1)
 
 
-class Zeros(Learner):
-    """Keeps gradients as zeros."""
-
-    def _zero_grad(self):
-        self.opt.zero_grad(set_to_none=False)
-
-
 @pytest.mark.parametrize(
-    ("kind", "splitter"), [(Zeros, None), (Learner, lambda model: [list(model.parameters())[-1:]])]
+    ("kind", "splitter"), [(KeepsGradients, None), (Learner, lambda model: [list(model.parameters())[-1:]])]
 )
 def test_gradients_that_no_step_waits_for_do_not_keep_it_from_saving(kind, splitter, tmp_path):
     learn = make_learner(cls=kind, splitter=splitter, cbs=CheckpointCallback(tmp_path, every=1))

@@ -29,7 +29,6 @@ from learnerkit.launch.supervise import CAUSE_SECONDS, KILL_SECONDS, Job
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "tests" / "scripts"
 LIMIT = 120  # seconds for any one run
-INF = float("inf")
 
 
 class Run(subprocess.Popen):

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import mostly_slow, raises, step_gradient
+from helpers import KeepsGradients, mostly_slow, raises, step_gradient
 from helpers import weights_on_ranks as weights
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -132,14 +132,9 @@ def test_a_learner_with_passes_of_its_own_says_so_and_equals_one_process(cls, re
     check_equals_one("Deferred", f"{cls.__name__} has a {seam} of its own", cls=cls, reduction=reduction, lr=lr)
 
 
-class Zeros(Learner):
-    def _zero_grad(self):
-        self.opt.zero_grad(set_to_none=False)
-
-
 def test_gradients_that_are_set_to_zero_are_averaged_in_each_step():
-    check_equals_one("Overlapped", cls=Zeros)
-    check_equals_one("Deferred", cls=Zeros, find_unused_parameters=True)
+    check_equals_one("Overlapped", cls=KeepsGradients)
+    check_equals_one("Deferred", cls=KeepsGradients, find_unused_parameters=True)
 
 
 class Plain(Learner):

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from helpers import mostly_slow
+from helpers import OwnBackward, mostly_slow
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -27,11 +27,6 @@ class Wide(nn.Module):
         return self.last(self.norm(self.first(x)))
 
 
-class Backward(Learner):
-    def _backward(self):
-        self.loss_grad.backward()
-
-
 def twice(cb):
     cb.model(cb.x).square().mean().backward()
 
@@ -41,7 +36,7 @@ FITS = {
     "parts": {"wrap": ("first", "norm", "last")},
     "parts, unused": {"wrap": ("first", "norm", "last"), "find_unused_parameters": True},
     "passes of a callback": {"cbs": [Callback(after_backward=twice)], "find_unused_parameters": True},
-    "a backward pass of its own": {"cls": Backward}, "accumulation": {"cbs": [GradientAccumulation(n_batches=2)]},
+    "a backward pass of its own": {"cls": OwnBackward}, "accumulation": {"cbs": [GradientAccumulation(n_batches=2)]},
     "noise": {"cbs": [GradientNoiseScale(every=1)]},
 }  # fmt: skip
 

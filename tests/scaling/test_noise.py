@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from helpers import mostly_slow, same_weights
+from helpers import KeepsGradients, OwnBackward, mostly_slow, same_weights
 from noise_jobs import (
     LOSSES,
     Batches,
@@ -32,7 +32,6 @@ from learnerkit import (
     GradientAccumulation,
     GradientClip,
     GradientNoiseScale,
-    Learner,
     MixedPrecision,
     SaveModelCallback,
 )
@@ -183,15 +182,11 @@ def test_a_batch_that_is_left_out_is_no_part(event, error, order):
 def test_gradients_of_an_earlier_step_are_not_taken_for_this_ones(keeps):
     """A callback accumulates by itself; or gradients are set to zero rather than removed."""
 
-    class Zeros(Learner):
-        def _zero_grad(self):
-            self.opt.zero_grad(set_to_none=False)
-
     def every_second(cb):
         if keeps and cb.iter % 2 == 0:
             raise CancelBatchException
 
-    learn = make_learner([Callback(after_backward=every_second)], cls=Zeros, batch_size=16)
+    learn = make_learner([Callback(after_backward=every_second)], cls=KeepsGradients, batch_size=16)
     learn.fit(1, cbs=(scale := GradientNoiseScale(every=1)))
     assert [row.step for row in rows_of(scale)] == list(range(0, 16, 1 + keeps))
 
@@ -284,12 +279,8 @@ def test_every_below_1_is_refused():
 
 
 def test_a_backward_of_ones_own_is_refused():
-    class Own(Learner):
-        def _backward(self):
-            self.loss_grad.backward()
-
     with pytest.raises(ValueError, match="this learner has a _backward of its own: leave it out"):
-        make_learner(cls=Own, batch_size=8).fit(1, cbs=GradientNoiseScale())
+        make_learner(cls=OwnBackward, batch_size=8).fit(1, cbs=GradientNoiseScale())
 
 
 def test_a_batch_that_cannot_be_cut():
