@@ -204,14 +204,15 @@ _FACADES = (
 )
 
 
+def _add(table: dict, names: str, data, *args, **kwargs) -> None:
+    for name in names.split():
+        table.setdefault(name, []).append((args, kwargs, data))
+
+
 def torchmetrics_table() -> dict:
     """Of each class by name: a list of (how to make it, its data)."""
     table: dict = {}
-
-    def add(names, data, *args, **kwargs):
-        for name in names.split():
-            table.setdefault(name, []).append((args, kwargs, data))
-
+    add = partial(_add, table)
     three, label = {"num_classes": 3}, {"num_labels": 3}
     for curve in _BINARY_CURVES.split():
         for thresholds in (None, 5):
@@ -406,11 +407,7 @@ def make(cls, args, kwargs):
 def torcheval_table() -> dict:
     """Of each class by name: a list of (arguments, data)."""
     table: dict = {}
-
-    def add(names, data, *args, **kwargs):
-        for name in names.split():
-            table.setdefault(name, []).append((args, kwargs, data))
-
+    add = partial(_add, table)
     add("BinaryAUROC BinaryAUPRC BinaryAccuracy BinaryBinnedAUPRC BinaryBinnedAUROC", binary)
     add("BinaryBinnedPrecisionRecallCurve BinaryConfusionMatrix BinaryF1Score BinaryPrecision", binary)
     add("BinaryPrecisionRecallCurve BinaryRecall", binary)
