@@ -165,8 +165,8 @@ class Average(Callback):
 class Teacher(EMA):
     """Pulls the predictions to those of an average of the weights, which is a module outside of the model."""
 
-    def __init__(self):
-        super().__init__(SchedCos(0.5, 1.0), every=2, start=3, module=make_model(norm=True))
+    def __init__(self, module=None):
+        super().__init__(SchedCos(0.5, 1.0), every=2, start=3, module=module or make_model(norm=True))
 
     def after_loss(self):
         with torch.no_grad():

@@ -19,7 +19,7 @@ from helpers import (
     same_weights,
     weights,
 )
-from resume_jobs import Shuffling
+from resume_jobs import Shuffling, Teacher
 from torch import nn
 from torch.optim.swa_utils import update_bn
 from torch.utils.data import DataLoader
@@ -42,7 +42,6 @@ from learnerkit import (
 )
 from learnerkit.callbacks.averaging import _Statistics
 from learnerkit.callbacks.lr_find import minimum
-from learnerkit.callbacks.schedule import SchedCos
 from learnerkit.parallel import DriftCheck
 
 
@@ -503,18 +502,6 @@ def statistics():
     with learn.distrib_ctx(sync_bn=False), learn.no_logging():
         learn.validate(dl=DataLoader(learn.dls.train_ds, 4), cbs=measure)
     return measure.found, "forward" in vars(model[1])
-
-
-class Teacher(EMA):
-    """Also pulls the predictions to those of the average."""
-
-    def __init__(self, model):
-        super().__init__(SchedCos(0.5, 1.0), every=2, start=3, module=model)
-
-    def after_loss(self):
-        with torch.no_grad():
-            advice = self.module(self.x)
-        self.learn.loss_grad = self.loss_grad + (self.pred - advice).square().mean()
 
 
 def taught():
