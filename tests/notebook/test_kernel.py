@@ -11,6 +11,7 @@ import subprocess
 import sys
 import termios
 import time
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -629,15 +630,16 @@ with learn.distrib_ctx(nproc=2):
     assert ask(kernel, "len(rows)") == 2
 
 
+def press_once(kernel, pressed, shown):
+    """Press stop in the fit before which "now" is printed."""
+    if "now" in shown.text and "loss" in shown.times[-1][1] and not pressed:
+        pressed.append(True)
+        kernel.stop()
+
+
 @pytest.mark.soak
 def test_stop_ends_at_a_step_and_leaves_what_was_learnt(kernel):
     pressed = []
-
-    def press(shown):
-        if "now" in shown.text and "loss" in shown.times[-1][1] and not pressed:
-            pressed.append(time.monotonic())
-            kernel.stop()
-
     shown = kernel.run(
         """
 class Slow(Callback):
@@ -661,7 +663,7 @@ with learn.distrib_ctx(nproc=2):
     learn.fit(1, cbs=where)
     assert where.pids == pids
 """,
-        on_output=press,
+        on_output=partial(press_once, kernel, pressed),
     )
     assert shown.error == "", shown.traceback
     assert "stopped" in shown.text
@@ -671,12 +673,6 @@ with learn.distrib_ctx(nproc=2):
 @pytest.mark.soak
 def test_stop_saves_a_checkpoint_from_which_the_cell_goes_on(kernel, tmp_path):
     pressed = []
-
-    def press(shown):
-        if "now" in shown.text and "loss" in shown.times[-1][1] and not pressed:
-            pressed.append(time.monotonic())
-            kernel.stop()
-
     shown = kernel.run(
         f"""
 class Slow(Callback):
@@ -699,7 +695,7 @@ with learn.distrib_ctx(nproc=2):
     assert learn.train_iter == 4 * (steps // 4 + 1)
     assert len(learn.recorder.losses) == learn.train_iter
 """,
-        on_output=press,
+        on_output=partial(press_once, kernel, pressed),
     )
     assert shown.error == "", shown.traceback
     assert "stopped" in shown.text

@@ -565,6 +565,10 @@ def test_a_compiled_loss_is_replicated_uncompiled():
     assert replica.loss_func is loss  # compiled, it would call the whole
 
 
+def near_inputs(pred, target, *, x, model):
+    return (pred - target).square().mean() + (model(x) - x[:, :1]).square().mean()
+
+
 @pytest.mark.parametrize(
     ("kwargs", "cbs"),
     [
@@ -574,8 +578,9 @@ def test_a_compiled_loss_is_replicated_uncompiled():
         ({}, partial(Callback, before_batch=swap)),
         ({"loss_func": Object()}, None),
         ({"loss_func": closing_over(torch.tensor(3.0))}, None),
+        ({"loss_func": near_inputs}, None),
     ],
-    ids=["own _loss", "own _forward", "after_pred", "another loss", "object", "closure"],
+    ids=["own _loss", "own _forward", "after_pred", "another loss", "object", "closure", "asks the learner"],
 )
 def test_a_loss_that_cannot_be_cut_up_is_computed_on_one_device(three_gpus, kwargs, cbs):
     one, several = (make_learner(loaders(make_data(21)), make_model().double(), **kwargs) for _ in range(2))
@@ -598,19 +603,6 @@ def test_class_weights_of_zero_change_no_number_on_replicas(three_gpus):
     one.fit(2)
     several.fit(2)
     equal(several, one)
-
-
-def near_inputs(pred, target, *, x, model):
-    return (pred - target).square().mean() + (model(x) - x[:, :1]).square().mean()
-
-
-def test_a_loss_that_asks_the_learner_is_computed_on_one_device(three_gpus):
-    one, several = (make_learner(loaders(make_data(21)), make_model().double(), near_inputs) for _ in range(2))
-    several.add_cb(DataParallelCallback())
-    for learn in (one, several):
-        learn.fit(2)
-    equal(several, one)
-    assert max(three_gpus) == 10
 
 
 class Kinds(Tokens):
