@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import make_data, make_dls, make_learner, raises
+from helpers import make_data, make_dls, make_learner, raises, same_weights
 from resume_jobs import Kill, Killed
 from safetensors.torch import load_file
 from torch import nn
@@ -46,11 +46,6 @@ class Kept(Tracker):
             target = self.folder / kind / name
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, target)
-
-
-def same(found, learn):
-    own = learn.model.state_dict()
-    return found.keys() == own.keys() and all(torch.equal(found[name], own[name]) for name in own)
 
 
 def test_the_run_and_its_id_are_there_from_the_first_fit_to_close(tmp_path):
@@ -92,7 +87,7 @@ def test_the_model_that_is_logged_is_the_one_that_the_fit_ends_with(suffix, tmp_
         learn.fit(2)
     path = tmp_path / "model" / f"model.{suffix}"
     if suffix == "safetensors":
-        assert same(load_file(path), learn)
+        assert same_weights(load_file(path), learn.model)
     else:
         x = make_data(4).tensors[0]
         learn.model.eval()
@@ -100,7 +95,7 @@ def test_the_model_that_is_logged_is_the_one_that_the_fit_ends_with(suffix, tmp_
             assert torch.allclose(load_learner(path).model(x), learn.model(x))
     last = learn.model.state_dict()
     learn.load(saving.fname, with_opt=False)
-    assert same(last, learn), "the worst weights, which are not the last ones"
+    assert same_weights(last, learn.model), "the worst weights, which are not the last ones"
 
 
 def test_files_are_logged_by_their_paths_below_the_current_directory(tmp_path, monkeypatch):
@@ -156,7 +151,7 @@ def test_on_ranks_the_first_one_logs_the_model_of_all(tmp_path):
         learn.fit(2)
     distributed.barrier()
     assert [path.name for path in tmp_path.iterdir()] == ["0"]
-    assert same(load_file(tmp_path / "0" / "model" / "model.safetensors"), learn)
+    assert same_weights(load_file(tmp_path / "0" / "model" / "model.safetensors"), learn.model)
     assert kept.run_id == (None if distributed.rank() else "first run")
 
 
@@ -192,7 +187,7 @@ def test_a_run_goes_on_by_its_id(tmp_path):
         train(tmp_path, kill=5, name="a/one")
     again, saving = train(tmp_path, "run:first run", name=".")
     assert saving.path == tmp_path / "a" / "one"
-    assert same(again.model.state_dict(), whole)
+    assert same_weights(again.model, whole.model)
     assert CheckpointCallback(tmp_path / "a" / "one", resume="run:first run").path == saving.path
     (tmp_path / "a" / "one" / "latest").unlink()
     for path in saving.path.glob("fit0-*"):

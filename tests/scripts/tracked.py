@@ -16,7 +16,7 @@ from pathlib import Path
 
 import matplotlib
 import torch
-from helpers import make_dls, make_learner
+from helpers import make_dls, make_learner, same_weights
 from safetensors.torch import load_file
 
 from learnerkit import Callback, CheckpointCallback, CometCallback, MLflowCallback, TrackioCallback, WandbCallback, mae
@@ -134,12 +134,8 @@ def artifacts_of(run, learn):
     from mlflow.artifacts import download_artifacts, load_text
 
     model = load_file(download_artifacts(run_id=run, artifact_path="model/model.safetensors"))
-    return same_weights(model, learn), load_text(download_artifacts(run_id=run, artifact_path="files/configs/a.txt"))
-
-
-def same_weights(found, learn):
-    own = learn.model.state_dict()
-    return found.keys() == own.keys() and all(torch.equal(found[name], own[name]) for name in own)
+    text = load_text(download_artifacts(run_id=run, artifact_path="files/configs/a.txt"))
+    return same_weights(model, learn.model), text
 
 
 def trackio_runs(learn):
@@ -160,7 +156,7 @@ def trackio_runs(learn):
         with_model = trackio.init("mine", "reader", embed=False, auto_log_cpu=False)
         if names:
             folder = Path(with_model.use_artifact(f"model-{run.id}:latest").download("downloaded"))
-            same = same_weights(load_file(folder / "model.safetensors"), learn)
+            same = same_weights(load_file(folder / "model.safetensors"), learn.model)
         trackio.finish()
         yield run.id, run.name, run.config, metrics, figures, names, same
 
