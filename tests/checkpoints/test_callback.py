@@ -16,7 +16,18 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from helpers import KeepsGradients, make_data, make_dls, make_learner, make_model, mostly_slow, mostly_soak, raises, raising, weights
+from helpers import (
+    KeepsGradients,
+    make_data,
+    make_dls,
+    make_learner,
+    make_model,
+    mostly_slow,
+    mostly_soak,
+    raises,
+    raising,
+    weights,
+)
 from resume_jobs import (
     CARRIED,
     EPOCHS,
