@@ -82,6 +82,7 @@ from learnerkit.processes.rank_main import shorten, wants_short
 from learnerkit.shards import Gatherer, rows_for
 from learnerkit.state import COUNTERS, TRANSIENT, RunState, State
 from learnerkit.stores.paths import AnyPath, StorePath
+from learnerkit.text import first_few
 from learnerkit.utils import (
     PlainLock,
     check_keywords,
@@ -311,6 +312,7 @@ class Learner(RunState):
         self.opt, self.logger, self.cbs = None, TableLogger(self), []
         self._removed_cbs: list[Callback] = []
         self._scaler_state = {}
+        self._left_out: tuple[Any, list[nn.Parameter]] = None, []  # an optimizer, and what it did not hold when made
         self._said_step = ""  # the last printed line about the batches of a step, to print it once
         self._number = next(_made)
         self._resumes: Mapping[str, Any] | None = None  # a state from inside a fit, from which the next fit continues
@@ -1134,7 +1136,14 @@ class Learner(RunState):
             self.model.eval()
 
     def _make_opt(self, reset: bool = False) -> None:
-        """Make an optimizer, if there is none or `reset` is set."""
+        """Make an optimizer, if there is none, if `reset` is set, or if the model has got other parameters."""
+        opt, left_out = self._left_out
+        if opt is self.opt is not None and self.shards is None:
+            held = [*optim.parameters_of(self.opts), *left_out]
+            new = [name for name, p in optim.not_among(held, self.model).items() if p.requires_grad]
+            if new and not reset:
+                self.say(f"the model has got new parameters ({first_few(new)}): a new optimizer takes them in")
+            reset = reset or bool(new)
         if self.opt is None or reset:
             give_shapes(self)
             self._new_opt()
@@ -1144,6 +1153,7 @@ class Learner(RunState):
     def _new_opt(self) -> None:
         made = self.create_opt()
         self.opt = optim.as_one(self.opt if made is None else made)
+        self._left_out = self.opt, [*optim.not_among(optim.parameters_of(self.opts), self.model).values()]
 
     @not_collective("it puts a method in place, which a step calls")
     def _prepare_opt(self, lr: Any = None, wd: float | Mapping | None = None, reset: bool = False) -> None:

@@ -28,7 +28,7 @@ from learnerkit.shards import is_shard, rows_of
 from learnerkit.state import Learner
 from learnerkit.text import did_you_mean, first_few, in_one_line, printable
 from learnerkit.torch_internals import StatisticsNorm
-from learnerkit.utils import library_of, restorer, unbound
+from learnerkit.utils import library_of, restorer, unbound, unwrap
 from learnerkit.values import describe
 
 GROUP = "splitter_group"
@@ -108,6 +108,12 @@ def parameters_beside(model: nn.Module, loss_func: Any, opts: Iterable[Optimizer
     loss, known = unbound(loss_func)[0], {id(p) for p in model.parameters()}
     held = chain(loss.parameters() if isinstance(loss, nn.Module) else (), parameters_of(opts))
     return list({id(p): p for p in held if p.requires_grad and id(p) not in known}.values())
+
+
+def not_among(params: Iterable[Any], model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters of a model, by their names, that are not among others."""
+    known = {*map(id, params)}
+    return {name: p for name, p in unwrap(model).named_parameters() if id(p) not in known}
 
 
 def freeze_to(groups: list[dict[str, Any]], n: int, kept: Iterable[nn.Parameter] = ()) -> None:

@@ -670,6 +670,38 @@ def test_optimizer_state_survives_unless_reset():
         assert kept.opt is not opt
 
 
+def test_layers_that_are_replaced_between_fits_train_with_a_new_optimizer(capsys):
+    learn = make_learner()
+    for name, new in (("3.weight, 3.bias", nn.Linear(6, 1)), ("0.weight, 0.bias", nn.Linear(4, 6))):
+        learn.fit(1)
+        learn.model[int(name[0])] = new
+        before, opt = weights(learn.model), learn.opt
+        capsys.readouterr()
+        learn.fit_one_cycle(1)
+        assert capsys.readouterr().out.startswith(f"the model has got new parameters ({name}): a new optimizer")
+        assert not torch.equal(new.weight, before[f"{name[0]}.weight"])
+        assert learn.opt is not opt
+    learn.model = make_model(seed=5)
+    before = weights(learn.model)
+    learn.fit(1)
+    assert not same_weights(before, learn.model)
+
+
+def test_parameters_that_the_splitter_leaves_out_are_no_new_ones(capsys):
+    learn = make_learner(splitter=lambda model: [model[3].parameters()])
+    learn.model[0].requires_grad_(False)
+    learn.fit(1)
+    opt = learn.opt
+    learn.model[0].requires_grad_(True)
+    learn.fit(1)
+    assert learn.opt is opt
+    assert "new parameters" not in capsys.readouterr().out
+    learn.model[0], learn.opt = nn.Linear(4, 6), SGD(learn.model[3].parameters(), 0.1)  # the user's own
+    opt = learn.opt
+    learn.fit(1)
+    assert learn.opt is opt
+
+
 def test_frozen_parameters_wait_in_the_optimizer():
     learn = make_learner()
     learn.model[0].requires_grad_(False)
