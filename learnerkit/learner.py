@@ -40,7 +40,7 @@ from learnerkit.checkpoints.callback import CheckpointCallback
 from learnerkit.checkpoints.storage import read_checkpoint
 from learnerkit.data.batches import loader_len
 from learnerkit.data.loaders import DataLoaders, Unpacker, check_loader
-from learnerkit.data.order import in_order, keep_seeds
+from learnerkit.data.order import in_order, keep_seeds, set_epoch
 from learnerkit.data.stream import reading
 from learnerkit.events import (
     CancelBackwardException,
@@ -373,6 +373,7 @@ class Learner(RunState):
         self.iter, self.first_iter = -1, 0
         self._dispatch.phase(training)
         if training:
+            set_epoch(dl, self.epoch)
             self._level("train", self._all_batches, CancelTrainException)
         else:
             with torch.no_grad(), keep_seeds(dl, self._device) if self._in_fit else nullcontext():

@@ -55,6 +55,16 @@ def samplers_of(dl: Any) -> list:
         samplers.append(inner)
 
 
+def set_epoch(dl: Any, epoch: int) -> None:
+    """Call `set_epoch(epoch)` of a loader, its samplers and its dataset, of those that have it.
+
+    Samplers such as torch's `DistributedSampler`, and iterable datasets of Hugging Face, draw another order by it.
+    """
+    for part in (dl, *samplers_of(dl), getattr(dl, "dataset", None)):
+        if callable(hears := getattr(part, "set_epoch", None)):
+            hears(epoch)
+
+
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 

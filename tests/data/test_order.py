@@ -2,16 +2,18 @@
 
 import random
 from collections import namedtuple
+from contextlib import suppress
 
 import numpy as np
 import pytest
 import torch
-from helpers import make_learner, raises
+from helpers import make_learner, raises, raising
 from resume_jobs import Counting, Shuffling
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SubsetRandomSampler, TensorDataset
 
-from learnerkit import Callback, DataLoaders, Learner, set_seed
+from learnerkit import Callback, CheckpointCallback, DataLoaders, Learner, set_seed
 from learnerkit.data.order import epoch_seed, in_order, keep_seeds, order_sources, put_states, states_of
 from learnerkit.data.rows import RowsLoader
 from learnerkit.data.stream import seeded_samplers
@@ -185,3 +187,63 @@ def test_other_generators_or_samplers_are_refused():
     found, other = (order_sources(DataLoader(range(12), sampler=s)) for s in (Counting(12), range(12)))
     with raises(ValueError, "have 0 random generators and states, and had 1", "give them the same"):
         put_states(other, states_of(found))
+
+
+class ByEpoch(Sampler):
+    """Draws another order in each epoch that it is told of."""
+
+    def __init__(self, n):
+        self.n, self.epoch = n, None
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return self.n
+
+    def __iter__(self):
+        yield from torch.randperm(self.n, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+
+
+class StreamByEpoch(IterableDataset):
+    set_epoch = ByEpoch.set_epoch
+
+    def __iter__(self):
+        yield from [(torch.tensor(float(i)), torch.tensor(0.0)) for i in ByEpoch.__iter__(self)]
+
+    n = 12
+
+
+@pytest.mark.parametrize("make", [
+    lambda: DataLoader(numbers(12), 4, sampler=ByEpoch(12)),
+    lambda: DataLoader(numbers(12), batch_sampler=BatchSampler(ByEpoch(12), 4, False)),
+    lambda: DataLoader(StreamByEpoch(), 4),
+], ids=["sampler", "batch sampler", "dataset"])  # fmt: skip
+def test_samplers_and_datasets_are_told_the_epoch_also_of_a_resumed_run(make, tmp_path):
+    def read(*cbs):
+        seen = []
+        look = Callback(before_batch=lambda cb: seen.append((cb.epoch, cb.learn.x.int().tolist())))
+        learn = Learner(DataLoaders(make(), device="cpu"), Scaled(), F.mse_loss, lr=0.0, cbs=[look, *cbs])
+        with suppress(ZeroDivisionError):
+            learn.fit(3)
+        return seen
+
+    expected = [(epoch, batch.tolist()) for epoch in range(3) for batch in order_of(epoch).split(4)]
+    assert read() == expected
+    stop = raising("after_step", ZeroDivisionError(), lambda cb: cb.train_iter == 5)
+    assert read(CheckpointCallback(tmp_path, every=4), stop) == expected[:6]
+    with pytest.warns(match="Callback|are read again"):
+        assert read(CheckpointCallback(tmp_path, every=4, resume=True)) == expected[4:]
+
+
+def order_of(epoch):
+    return torch.randperm(12, generator=torch.Generator().manual_seed(epoch))
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return x * self.factor
