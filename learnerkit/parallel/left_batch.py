@@ -135,8 +135,18 @@ class LeftBatch(Callback):
         self.learn._step()
         step.note_optimizer_step()
 
-    after_cancel_backward, after_cancel_step = finish_backward, step_unless_all_skip
-    after_cancel_batch = finish_batch
+    @collective
+    def after_cancel_backward(self) -> None:
+        step = self.step
+        if not step.kept and any(p.grad is not None for p in step.params.values()):
+            raise RuntimeError(
+                "a callback made a backward pass of its own and raised CancelBackwardException: on several processes a "
+                "batch whose backward pass is cancelled counts nothing, so that these gradients would be lost. Change "
+                "`learn.loss_grad` in before_backward instead, of which the loop makes the pass, or override _backward"
+            )
+        self.finish_backward()
+
+    after_cancel_step, after_cancel_batch = step_unless_all_skip, finish_batch
 
 
 class StandIn(Callback):

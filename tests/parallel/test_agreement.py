@@ -353,6 +353,17 @@ def test_gradients_that_are_reduced_before_the_cancel_are_stepped(kind, event, o
 
 
 @on_ranks
+def test_a_pass_of_a_callback_in_place_of_the_loops_is_refused_as_its_gradients_would_be_lost():
+    def own():
+        (2 * learn.loss_grad).backward()
+        raise CancelBackwardException
+
+    learn = make_learner(Do("before_backward", own, ranks=tuple(range(N))))
+    error, _ = fit(learn, epochs=1)
+    assert str(error).startswith("a callback made a backward pass of its own and raised CancelBackwardException")
+
+
+@on_ranks
 @cases((CancelFitException, ["before_batch", "after_loss", "before_step", "after_step", "after_batch"]))
 def test_a_cancelled_fit_has_made_its_whole_steps(kind, event, order):
     done = 1 if event in ("before_batch", "after_loss") else 2
