@@ -7,6 +7,7 @@ it, `DriftCheck` compares it between ranks, and `check_distributed` copies it.
 import copy
 import inspect
 import math
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -157,48 +158,72 @@ def state_of(cb: Callback, first: Mapping[str, Any] | None = None) -> State:
 
 def first_attributes(learn: "Learner") -> dict[str, dict[str, Any]]:
     """Return the small attributes of the users' callbacks without `state_dict`, for `state_dict` to compare with."""
-    attributes = {
-        key: own_attributes(cb).get("values", {})
+    return {
+        key: {name: _copied(value) for name, value in _savable(cb, _SMALL)}
         for key, cb in keys(learn.cbs)
         if type(cb).state_dict is Callback.state_dict
-    }
-    return {
-        key: {name: value for name, value in values.items() if _bytes_of(value, set()) <= _SMALL}
-        for key, values in attributes.items()
     }
 
 
 def own_attributes(cb: Callback, first: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return copies of the attributes that can be saved, which a callback has counted and collected in a run.
 
-    Attributes with the name of an argument of its class, also after underscores, are left out, as the script sets them.
-    So are tensors of the model, which are in the state already, attributes of more than 256 MB, the private attributes
-    of a subclass of one of this library's callbacks, and those equal to the ones in `first`.
+    Attributes equal to those in `first` are left out. So are attributes with the name of an argument of its class, also
+    after underscores, that are not in `first`: the script sets them.
 
     Returns:
-        The attributes as 'values', the names of those with tensors on an accelerator as 'on_device', and the states of
-        random generators as 'generators'; an empty dict if there are none.
+        The attributes as 'values', the names of those with tensors on an accelerator as 'on_device', of sets, deques
+        and dicts of other classes as 'containers', which the script makes, and the states of random generators as
+        'generators'; an empty dict if there are none.
     """
     if is_ours(type(cb)):
         return {}
     first, arguments = first or {}, inspect.signature(type(cb).__init__).parameters
-    is_derived = any(is_ours(kind) for kind in type(cb).__mro__ if issubclass(kind, Callback) and kind is not Callback)
+    values = {
+        name: _copied(value)
+        for name, value in _savable(cb, _LARGEST)
+        if not (same(value, first[name], depth=1000) if name in first else name.lstrip("_") in arguments)
+    }
+    generators = {
+        name: _without_arrays(generator_state(value))
+        for name, value in _attributes(cb)
+        if isinstance(value, GENERATORS) and name.lstrip("_") not in arguments
+    }
+    containers = [name for name in values if type(values[name]) is not type(getattr(cb, name))]
+    on_device = [name for name, value in values.items() if any(t.device.type != "cpu" for t in tensors_in(value))]
+    parts = {"values": values, "on_device": on_device, "containers": containers, "generators": generators}
+    return {part: content for part, content in parts.items() if content}
+
+
+def _savable(cb: Callback, largest: int) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes of a callback that can be saved, with their names, in the form in which they are saved.
+
+    Tensors of the model, which are in the state already, are left out.
+
+    Args:
+        largest: the size of the largest attribute to yield, in bytes.
+    """
     modules = unwrap(cb.learn.model).modules() if cb.learn is not None else ()
     apart = {id(t) for m in modules for t in (*m.parameters(False), *m.buffers(False))}
-    values, generators = dict[str, Any](), dict[str, Any]()
-    for name, value in vars(cb).items():
-        if name in _NOT_STATE or name.lstrip("_") in arguments or (is_derived and name.startswith("_")):
-            continue
-        if isinstance(value, GENERATORS):
-            generators[name] = _without_arrays(generator_state(value))
-            continue
+    for name, value in _attributes(cb):
+        if isinstance(value, set | deque):
+            value = list(value)
+        elif isinstance(value, dict):
+            value = dict(value)
         with suppress(RecursionError):  # a list may contain itself
-            if _bytes_of(value, apart) > _LARGEST or (name in first and same(value, first[name], depth=1000)):
-                continue
-            values[name] = map_batch(torch.clone, value, copy.copy)
-    on_device = [name for name, value in values.items() if any(t.device.type != "cpu" for t in tensors_in(value))]
-    parts = {"values": values, "on_device": on_device, "generators": generators}
-    return {part: content for part, content in parts.items() if content}
+            if _bytes_of(value, apart) <= largest:
+                yield name, value
+
+
+def _attributes(cb: Callback) -> list[tuple[str, Any]]:
+    """Return the attributes of a user's callback; of a subclass of one of this library's not the private ones."""
+    is_derived = any(is_ours(kind) for kind in type(cb).__mro__ if issubclass(kind, Callback) and kind is not Callback)
+    named = [(name, value) for name, value in vars(cb).items() if name not in _NOT_STATE]
+    return [(name, value) for name, value in named if not (is_derived and name.startswith("_"))]
+
+
+def _copied(value: Any) -> Any:
+    return map_batch(torch.clone, value, copy.copy)
 
 
 _NOT_STATE = ("learn", "order", "run", "run_train", "run_valid")
@@ -446,7 +471,9 @@ def _put_callback(cb: Callback, state: State) -> None:
     own = ranks[distributed.rank() if distributed.rank() < len(ranks) else 0]
     for name, value in own.get("values", {}).items():
         # A forged file might replace methods.
-        if name not in _NOT_STATE and not callable(getattr(type(cb), name, None)):
+        here = vars(cb).get(name)
+        is_made = name not in own.get("containers", ()) or isinstance(here, set | deque | dict)
+        if is_made and name not in _NOT_STATE and not callable(getattr(type(cb), name, None)):
             on_device = name in own.get("on_device", ())
             _put_attribute(cb, name, to_device(value, cb.learn.dls.device) if on_device else value)
     for name, value in own.get("generators", {}).items():
@@ -461,9 +488,14 @@ def _put_attribute(owner: Any, name: str, value: Any) -> None:
 def filled(here: Any, value: Any) -> Any:
     """Return `here`, filled with the content of `value`, as other objects may refer to it; `value` if that fails.
 
-    Lists, dicts and sets can be filled, and so can untrained tensors and arrays of the same shape and type.
+    Lists, dicts and sets can be filled, and so can untrained tensors and arrays of the same shape and type. A list
+    fills a set or a deque, too, and a dict fills one of another class.
     """
-    if type(here) is not type(value):
+    if isinstance(here, set | deque) and type(value) is list:
+        here.clear()
+        here.extend(value) if isinstance(here, deque) else here.update(value)
+        return here
+    if type(here) is not type(value) and not (isinstance(here, dict) and type(value) is dict):
         return value
     if type(here) is list:
         here[:] = value

@@ -315,11 +315,11 @@ class CheckpointCallback(StepCounter):
             raise CheckpointError(f"strict=True, and the run is not the one that was saved: {'; '.join(changes)}")
         for line in changes if distributed.is_main() else ():
             warn(f"not as in the checkpoint: {line}")
-        lost = [key for key in state.forgetful(self.learn) if key in then["order"]]
+        lost = [name for name in state.forgetful(self.learn) if name.partition(".")[0] in then["order"]]
         if lost and distributed.is_main():
             warn(
-                f"the tensors or modules of {first_few(lost)} are not in the checkpoint and begin anew: give the "
-                "callback state_dict and load_state_dict"
+                f"attributes of callbacks that cannot be saved begin anew: {first_few(lost)}; give the callback "
+                "state_dict and load_state_dict"
             )
         return before["optimizer"] == now["optimizer"]
 

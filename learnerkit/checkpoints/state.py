@@ -2,7 +2,9 @@
 
 import inspect
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import is_dataclass
+from io import IOBase
 from typing import Any
 
 import torch
@@ -96,15 +98,22 @@ def differences(then: Any, now: Any, name: str = "") -> list[str]:
 
 
 def forgetful(learn: "Learner") -> list[str]:
-    """Return the users' callbacks without `state_dict` that hold modules, or tensors that cannot be saved."""
+    """Return the attributes of the users' callbacks without `state_dict` that seem to be state, and cannot be saved.
+
+    These are modules, tensors, dataclass objects, and iterators other than files.
+    """
     parts = {id(t) for m in unwrap(learn.model).modules() for t in (m, *m.parameters(False), *m.buffers(False))}
     names = []
     for key, cb in keys(learn.cbs):
         if type(cb).state_dict is Callback.state_dict and not is_ours(type(cb)):
             saved = own_attributes(cb).get("values", {})
-            lost = [value for name, value in vars(cb).items() if name not in saved]
-            held = [*lost, *(part for value in lost for _, part in entries(value))]
-            names += [key] * any(isinstance(x, Tensor | nn.Module) and id(x) not in parts for x in held)
+            for name, value in vars(cb).items():
+                held = [value, *(part for _, part in entries(value))]
+                is_state = is_dataclass(value) or (isinstance(value, Iterator) and not isinstance(value, IOBase))
+                if name not in saved and (
+                    is_state or any(isinstance(x, Tensor | nn.Module) and id(x) not in parts for x in held)
+                ):
+                    names.append(f"{key}.{name}")
     return names
 
 

@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import io
 import itertools
 import os
 import random
@@ -10,7 +11,9 @@ import socket
 import stat
 import threading
 import warnings
+from collections import Counter, defaultdict, deque
 from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -242,6 +245,42 @@ def test_attributes_that_have_not_changed_since_the_fit_began_are_those_of_the_s
             learn.fit(2)
         found.append((learn.bounds.bound, learn.bounds.text, learn.bounds.count))
     assert found == [(2, "of 2", 1), (6, "of 6", 4)]
+
+
+class Anneals(Callback):
+    """Changes its argument, and keeps what is no list or dict."""
+
+    def __init__(self, factor=1.0):
+        self.factor, self.last, self.seen, self.counts = factor, deque(maxlen=2), {"none"}, Counter()
+        self.by_step = defaultdict(list)
+
+    def before_batch(self):
+        self.drawn = {self.iter}  # a set that is not there when a run resumes, and is made in each batch
+
+    def after_step(self):
+        self.factor *= 0.5
+        self.last.append(self.opt.param_groups[0]["params"][0].detach().sum())
+        self.seen.add(self.train_iter)
+        self.counts[self.train_iter % 3] += 1
+        self.by_step[self.train_iter].append(self.factor)
+
+
+@pytest.mark.parametrize("changed", [{}, {"factor": 7.0}], ids=["", "another argument"])
+def test_arguments_that_a_fit_changes_and_containers_of_all_kinds_come_back(changed, tmp_path):
+    def run(*cbs, **kwargs):
+        learn = make_learner(make_dls(20), cbs=[Anneals(**kwargs), *cbs])
+        with learn.no_logging(), suppress(Killed):
+            learn.fit(2)
+        cb = learn.anneals
+        return cb.factor, cb.last, cb.seen, cb.counts, cb.by_step, cb.drawn
+
+    run(Kill(7), CheckpointCallback(tmp_path, every=1))
+    told = pytest.warns(UserWarning, match="factor: 1.0, now 7.0") if changed else nullcontext()
+    with told:
+        found = run(Kill(), CheckpointCallback(tmp_path, every=1, resume=True), **changed)
+    assert found == run(Kill())
+    assert [type(x) for x in found] == [float, deque, set, Counter, defaultdict, set]
+    assert found[1].maxlen == 2
 
 
 # Signals
@@ -556,6 +595,12 @@ class Forgets(Callback):
 
     def before_fit(self):
         self.mean, self.net, self.count = {"w": torch.zeros(1)}, [make_model(1, 1)], 3
+        self.place, self.more, self.file = Place(), iter([1, 2]), io.StringIO()
+
+
+@dataclass
+class Place:
+    n: int = 0
 
 
 class Borrows(Callback):
@@ -576,7 +621,9 @@ def test_callbacks_that_hold_tensors_or_modules_and_have_no_state_are_named(tmp_
     for resume in (False, True):
         cbs = [Forgets(), Borrows(), Nothing()]
         learn = make_learner(cbs=[*cbs, Kill(0 if resume else 1), CheckpointCallback(tmp_path, every=1, resume=resume)])
-        told = pytest.warns(UserWarning, match="^the tensors or modules of Forgets are not in the checkpoint and")
+        told = pytest.warns(
+            UserWarning, match="^attributes of callbacks .* begin anew: Forgets.net, Forgets.place, Forgets.more;"
+        )
         with learn.no_logging(), told if resume else suppress(Killed):
             learn.fit(1)
 
