@@ -142,9 +142,10 @@ class Callback(_Read):
         dispatch = learn and learn._dispatch
         is_free = not dispatch or name in _FREE or name[0] == "_" or self._owns(name)
         if not is_free and getattr(learn, name, self) is not self:  # a class `Average` may set `self.average`
+            to = f"self.learn.{name}b = (...,)" if name in ("x", "y") else f"self.learn.{name} = ..."
             raise AttributeError(
                 f"{type(self).__name__} assigned self.{name}, but {name!r} belongs to the learner: write "
-                f"`self.learn.{name} = ...`, or set self.{name} in __init__ to make it the callback's own"
+                f"`{to}`, or set self.{name} in __init__ to make it the callback's own"
             )
         object.__setattr__(self, name, value)
         if dispatch and name in _RUN_FLAGS:

@@ -937,6 +937,8 @@ def no_loss(learn: "Learner") -> ValueError:
         only = "" if learn.training else ". If it makes one in training alone, name the targets, which metrics need: "
         only = only and f"{only}DataLoaders(target_keys=..., n_inp=...)"
         return ValueError(message + f"{only} (errors.html#loss-missing)")
+    if learn.loss is not None:
+        return ValueError("there is no loss to differentiate: a callback set learn.loss_grad to None")
     if learn.yb:
         return ValueError(
             f"there is no loss: {loss_name(learn.loss_func)} returned None; its `return` may be missing"

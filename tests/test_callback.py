@@ -202,14 +202,15 @@ def test_a_callback_may_use_words_for_its_own_that_no_run_reads(name):
     assert getattr(learn, name, None) != "own"
 
 
-@pytest.mark.parametrize("name", ["lr", "loss", "model", "opt", "xb", "pred", "epoch", "recorder", "cbs", "fit"])
+@pytest.mark.parametrize("name", ["lr", "loss", "model", "opt", "xb", "x", "y", "pred", "epoch", "recorder", "cbs", "fit"])
 def test_assigning_a_learners_name_says_how_to_write_it(name):
     class Writer(Callback):
         def after_loss(self):
             setattr(self, name, 1)
 
     learn = make_learner(cbs=Writer())
-    with pytest.raises(AttributeError, match=rf"write `self.learn.{name} = \.\.\.`") as e:
+    to = rf"{name}b = \(\.\.\.,\)" if name in "xy" else rf"{name} = \.\.\."
+    with pytest.raises(AttributeError, match=f"write `self.learn.{to}`") as e:
         learn.fit(1)
     assert notes(e.value) == ["raised in Writer.after_loss"]
 

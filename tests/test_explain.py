@@ -186,8 +186,18 @@ ROWS = {
         ["on another device than the batch", "device=x.device"]),
     "no samples": (lambda: learner(Samples(lambda i: (torch.zeros(3), 0) if i != 2 else None)),
         ["sample 2 is None or has None in it", "`return`"]),
+    "targets that are a tensor": (lambda: learner(cbs=Callback(before_batch=lambda cb: replace(cb, "yb", cb.y))),
+        ["learn.yb is a tuple, and a callback set int64 tensor of shape (4,): write learn.yb = (value,)"]),
+    "inputs that are a tensor": (lambda: learner(cbs=Callback(before_batch=lambda cb: replace(cb, "xb", cb.x))),
+        ["learn.xb is a tuple, and a callback set float32 tensor of shape (4, 1, 4, 4)"]),
+    "a loader in place of loaders": (lambda: learner(cbs=Callback(before_epoch=lambda cb: replace(cb, "dls", [1]))),
+        ["learn.dls is a list; a callback sets it to DataLoaders(train, valid)"]),
     "its own train": (lambda: learner(model=ForwardForward()), ["model.train(True)", "another name"]),
 }  # fmt: skip
+
+
+def replace(cb, name, value):
+    setattr(cb.learn, name, value)
 
 
 def failed(learn, call="fit", *args):

@@ -30,7 +30,12 @@ _NO_SAMPLE = r"found <class '([\w.]+)'>|(NoneType)"  # words of torch's default_
 
 
 def of_run(learn: "Learner", error: Exception, text: str) -> str:
-    """Advise about an error whose text alone says where it came from."""
+    """Advise about an error whose text, or what a callback has set, alone says where it came from."""
+    for name in ("xb", "yb"):
+        if isinstance(value := getattr(learn, name), Tensor):
+            return f"learn.{name} is a tuple, and a callback set {describe(value)}: write learn.{name} = (value,)"
+    if not isinstance(learn.dls, DataLoaders):
+        return f"learn.dls is a {type(learn.dls).__name__}; a callback sets it to DataLoaders(train, valid)"
     if isinstance(error, ValueError) and text.startswith(_ALONE):
         if learn.batch_size != 1:
             return ""

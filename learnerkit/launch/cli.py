@@ -166,7 +166,7 @@ def make_parser(prog: str = "learnerkit.launch") -> Parser:
     )
     grace = f"{supervise.GRACE_SECONDS:.0f} after a failure or Ctrl-C, {supervise.LONG_GRACE_SECONDS:.0f} after SIGTERM"
     add = parser.add_argument
-    add("--nproc", "--nproc-per-node", type=int, metavar="N", help="number of processes (default: one per GPU)")
+    add("-n", "--nproc", "--nproc-per-node", type=int, metavar="N", help="number of processes (default: one per GPU)")
     add("--gpus", metavar="0,1", help="the GPUs to use, by index, with one process each")
     add("--max-restarts", type=int, default=0, metavar="N", help="restart all processes after a failure, N times")
     add("--timeout", type=float, metavar="S", help="seconds to wait for a rank or a node before giving up (300)")

@@ -105,7 +105,7 @@ def no_gpu(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("options", "nproc"), [([], 1), (["--nproc", "3"], 3), (["--nproc-per-node", "2"], 2), (["--nproc=4"], 4)]
+    ("options", "nproc"), [([], 1), (["--nproc", "3"], 3), (["--nproc-per-node", "2"], 2), (["-n", "4"], 4)]
 )
 @pytest.mark.parametrize("separator", [[], ["--"]])
 def test_what_follows_the_script_is_its_own(no_gpu, options, nproc, separator):
