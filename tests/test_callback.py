@@ -202,7 +202,9 @@ def test_a_callback_may_use_words_for_its_own_that_no_run_reads(name):
     assert getattr(learn, name, None) != "own"
 
 
-@pytest.mark.parametrize("name", ["lr", "loss", "model", "opt", "xb", "x", "y", "pred", "epoch", "recorder", "cbs", "fit"])
+@pytest.mark.parametrize(
+    "name", ["lr", "loss", "model", "opt", "xb", "x", "y", "pred", "epoch", "recorder", "cbs", "fit"]
+)
 def test_assigning_a_learners_name_says_how_to_write_it(name):
     class Writer(Callback):
         def after_loss(self):

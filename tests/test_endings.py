@@ -93,14 +93,9 @@ def test_a_rank_reports_what_is_known_of_its_error(tmp_path):
         assert (report.code, report.error, report.ending) == (3, text, ending_of(error))
 
 
-@pytest.mark.parametrize(
-    ("place", "kind"),
-    [
-        pytest.param("hook", "ValueError", marks=pytest.mark.slow),
-        *(pytest.param(place, kind, marks=pytest.mark.soak)
-          for place, kind in [("model", "RuntimeError"), ("hook", "RuntimeError"), ("model", "ValueError")]),
-    ],
-)  # fmt: skip
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", ["ValueError", "RuntimeError"])
+@pytest.mark.parametrize("place", ["hook", "model"])
 def test_an_error_passes_ten_files_up_to_the_launchers_print(place, kind):
     """The script says which files count: cleanups and what else puts things back are left out."""
     command = [sys.executable, str(SCRIPTS / "error_way.py"), place, kind]

@@ -12,7 +12,6 @@ from helpers import (
     make_dls,
     make_learner,
     make_model,
-    mostly_slow,
     mostly_soak,
     raises,
     raising,
@@ -743,7 +742,7 @@ def test_a_fit_runs_compiled_code_and_a_second_one_compiles_nothing(make, fresh_
     assert same_weights(plain.model, model)
 
 
-@pytest.mark.parametrize("backend", mostly_slow(["eager", "aot_eager"], "eager"))
+@pytest.mark.parametrize("backend", mostly_soak(["eager", "aot_eager"], "eager"))
 def test_compiled_training_is_the_same(backend, fresh_compiler):
     models = []
     for cbs in ([], [Compile(backend=backend)]):

@@ -316,7 +316,7 @@ class Plain(Normed):
         return x + self.norm(self.inner(x)).relu()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_compiled_model_computes_the_same():
     plain = fitted(net(Plain))
     compiled = fitted(net(Plain), Compile(backend="aot_eager"), ActivationCheckpointing())

@@ -111,9 +111,8 @@ class WithUnused(Net):
 
 
 @pytest.mark.filterwarnings("ignore:find_unused_parameters=True was chosen")
-@pytest.mark.ranks(2, slow=[3])
-@pytest.mark.parametrize("where", mostly_slow(["forward", "backward"], "backward"))
-@pytest.mark.parametrize("job", mostly_slow(JOBS, "accumulated", slow=["a rank without data", "penalty"]))
+@pytest.mark.parametrize("where", mostly_soak(["forward", "backward"], "backward"))
+@pytest.mark.parametrize("job", mostly_slow(JOBS, "accumulated", slow=["a rank without data"]))
 def test_a_job_in_parts_equals_one_process(job, where):
     given = dict(JOBS[job])
     cbs, options, parts = given.pop("cbs", []), given.pop("options", None), given.pop("parts", None)
@@ -123,7 +122,7 @@ def test_a_job_in_parts_equals_one_process(job, where):
     assert far(fitted(cbs=[cb() for cb in cbs], together=False, **given), split) < 1e-9
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_samples_are_mixed_and_precision_is_lowered_as_without_parts():
     for cbs in ([MixUp], [lambda: MixedPrecision("bf16")]):
         limit = on(0, 3)
@@ -132,7 +131,7 @@ def test_samples_are_mixed_and_precision_is_lowered_as_without_parts():
         assert far(fitted(cbs=[cb() for cb in cbs]), split) < (1e-9 if cbs == [MixUp] else 5e-2)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_random_numbers_are_those_of_as_many_parts_beforehand():
     limit = on(1, 2, "backward")
     split = fitted(limit, [SplitBatch()], model=lambda: Net(0.5))

@@ -492,7 +492,7 @@ def test_t4_a_loader_with_workers_and_a_state_of_its_own():
     check_all_places(lambda: DataLoaders(Restorable(Stream(), 4, num_workers=2), device="cpu"), places, Log=Numbers)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_shortened_epochs_go_on():
     for cb in (partial(ShortEpochCallback, n=4), partial(ShortEpochCallback, 0.7), partial(OverfitBatch, 2)):
         places = [(0, 1), (1, 1), (1, 3), (1, 4), (1, "trained"), (0, "ended")]

@@ -113,8 +113,7 @@ def test_t8_a_stream_goes_on_in_another_number_of_ranks(workers, split):
 
 
 @pytest.mark.parametrize(
-    ("empties", "split"),
-    mostly_slow([(True, False), (False, False), (False, True)], slow=[(True, False), (False, True)]),
+    ("empties", "split"), mostly_slow([(True, False), (False, False), (False, True)], slow=[(False, True)])
 )
 @pytest.mark.filterwarnings("ignore:.*batches of this epoch are read again", "ignore:the data of rank")
 def test_t9_a_stream_with_a_state_goes_on_in_the_order_of_its_epoch(empties, split):

@@ -36,7 +36,7 @@ from learnerkit.distributed import PeerError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 on_ranks = pytest.mark.ranks(2, soak=[3])
-slow_on_ranks = pytest.mark.ranks(slow=[2], soak=[3])
+slow_on_ranks, soak_on_ranks = pytest.mark.ranks(slow=[2], soak=[3]), pytest.mark.ranks(soak=[2, 3])
 
 RANK, N = distributed.rank(), distributed.world_size()
 
@@ -153,7 +153,7 @@ def test_what_needs_a_whole_model_says_so():
             call()
 
 
-@slow_on_ranks
+@soak_on_ranks
 def test_trials_leave_shards_as_they_were():
     learn = learner()
     with sharded(learn):
@@ -327,7 +327,7 @@ def test_check_tells_the_bytes_of_a_rank():
         assert re.search(r"a batch keeps \S+ KB for its backward pass", text), text
 
 
-@slow_on_ranks
+@soak_on_ranks
 def test_the_report_has_the_collectives_of_shards():
     learn = learner()
     with sharded(learn), warnings.catch_warnings(action="ignore"):

@@ -460,7 +460,7 @@ def test_r21_stale_env(launch, program, agent_store):
 # Data
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_r33_tiny_dataset(launch):
     run = launch("-m", "learnerkit.launch", "--nproc", 2, SCRIPTS / "fault_tiny.py")
     assert run.finish() == 0, run

@@ -824,7 +824,7 @@ with learn.distrib_ctx(nproc=2):
     assert second.startswith("held (used by"), second
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_bad_options_of_workers_are_refused(kernel):
     shown = kernel.run("""
 import pytest

@@ -175,10 +175,9 @@ on_shards = results_of(do_sharded)
 APART = ("dropout_order", "GAN: BothByInputs")
 
 
-@pytest.mark.parametrize(
-    "job", [pytest.param(job, marks=[] if job == "plain" else pytest.mark.soak) for job in ALL if job not in APART]
-)
-@pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("job", [job for job in ALL if job not in APART])
+@pytest.mark.parametrize("n", [2, 3])
 def test_shards_equal_one_process(found, on_shards, n, job):
     (alone,) = found[1, f"{job.split(':')[0]}: whole" if ": " in job and "GAN" not in job else job]
     for rank in on_shards[n, job]:

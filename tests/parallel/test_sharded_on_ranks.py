@@ -433,6 +433,7 @@ def test_p14_activations_are_computed_again_without_reentrance():
     refused(lambda: learner(Reentrant()), "use_reentrant=False")
 
 
+RARE = ("p06_unfrozen_later", "p10_compiled", "p13_hooks_of_parameters")
 PITFALLS = {
     "p03_the_norm_is_of_all_ranks": ["clip by norm", "clip each", "clip by another norm", "clip by the greatest"],
     "p04_buffers_that_are_in_no_state": ["buffers"],
@@ -443,15 +444,10 @@ PITFALLS = {
     "p13_hooks_of_parameters": ["a hook of a parameter", "a hook of a parameter after accumulation"],
     "p23_offload_of_a_model_on_the_host": ["offload"],
 }
-SLOW_PITFALLS = [
-    "p03_the_norm_is_of_all_ranks", "p04_buffers_that_are_in_no_state",
-    "p05_a_rank_without_data", "p06_unfrozen_later", "p08_moved_in_a_fit", "p10_compiled",
-    "p13_hooks_of_parameters", "p23_offload_of_a_model_on_the_host",
-]  # fmt: skip
 
 
 @slow_on_ranks
-@pytest.mark.parametrize("pitfall", mostly_soak(PITFALLS, *SLOW_PITFALLS))
+@pytest.mark.parametrize("pitfall", [pytest.param(p, marks=pytest.mark.soak) if p in RARE else p for p in PITFALLS])
 def test_each_pitfall_of_sharding_is_avoided(pitfall):
     for name in PITFALLS[pitfall]:
         shard_jobs.check(name)
@@ -491,7 +487,7 @@ def test_p12_validation_by_rank_0_alone_ends_in_an_error():
     assert error is not None
 
 
-@slow_on_ranks
+@soak_on_ranks
 def test_p22_dropout_and_half_precision_are_those_of_ddp():
     class Dropped(Block):
         def forward(self, x):

@@ -284,7 +284,7 @@ def check_nothing_is_left(how):
         gc.enable()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @on_ranks
 def test_a_loaders_workers_do_not_collect_the_garbage_of_their_parent():
     learn = make_learner(workers=1)

@@ -72,7 +72,7 @@ def test_a_loop_trains(name):
 
 
 @pytest.mark.ranks(2, soak=[3])
-@pytest.mark.parametrize("name", mostly_slow(PORTS, "moco", slow=["pinn", "wgan_gp", "nanogpt", "dqn"]))
+@pytest.mark.parametrize("name", mostly_slow(PORTS, "moco", slow=["wgan_gp", "nanogpt", "dqn"]))
 def test_ranks_train_as_the_loop_does(name):
     assert_alike(by_learner(name), by_loop(name))
 

@@ -393,7 +393,7 @@ def test_a_check_that_hangs_is_ended():
     assert out.endswith("\n1 problem (errors.html#doctor)\n")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_what_fails_on_one_rank_is_told_though_the_others_wait():
     code, out, err = run_case("fails", "backend")
     assert code == 1, out + err
