@@ -263,7 +263,7 @@ def momenta(value: Any) -> tuple[float, float, float]:
         start, peak, end = map(float, () if isinstance(value, str) else value)
     except (TypeError, ValueError):
         start = peak = end = -1.0
-    if not 0 <= min(start, peak, end) <= max(start, peak, end) < 1:
+    if not all(0 <= momentum < 1 for momentum in (start, peak, end)):
         raise ValueError(
             f"got moms={value!r}; it is three numbers, 0 or more and less than 1: at the start, the peak and the end"
         )

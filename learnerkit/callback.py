@@ -163,9 +163,8 @@ class Callback(_Read):
         go under the key 'own'.
 
         For a user's callback without this method, each rank keeps the attributes that are such values, or random
-        generators. A checkpoint has those that have changed since the end of `before_fit`. Attributes with the name of
-        an argument of its class, with or without leading underscores, are left out, as the script sets them; so are
-        parts of the model, and attributes of more than 256 MB.
+        generators, sets or deques. A checkpoint has those that have changed since the end of `before_fit`, arguments of
+        its class among them. Parts of the model, and attributes of more than 256 MB, are left out.
 
         Outside of a fit `check`, `lr_find` and `scaling_report` call it, and give the result to `load_state_dict` at
         their end.

@@ -101,9 +101,6 @@ class CancelException(Exception):
         if agreed:
             mark(self, agreed=True)
 
-    def __str__(self) -> str:
-        return super().__str__() or f"it was raised where it ends nothing; what it does: {self.__doc__}"
-
 
 class FitDone(CancelException):
     """Ends a fit that an earlier process has done: at the end of `before_fit`, and without `after_fit`."""

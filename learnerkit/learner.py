@@ -40,7 +40,7 @@ from learnerkit.checkpoints.callback import CheckpointCallback
 from learnerkit.checkpoints.storage import read_checkpoint
 from learnerkit.data.batches import loader_len
 from learnerkit.data.loaders import DataLoaders, Unpacker, check_loader
-from learnerkit.data.order import in_order, keep_seeds, set_epoch
+from learnerkit.data.order import in_order, keep_seeds
 from learnerkit.data.stream import reading
 from learnerkit.events import (
     CancelBackwardException,
@@ -312,7 +312,7 @@ class Learner(RunState):
         self.opt, self.logger, self.cbs = None, TableLogger(self), []
         self._removed_cbs: list[Callback] = []
         self._scaler_state = {}
-        self._left_out: tuple[Any, list[nn.Parameter]] = None, []  # an optimizer, and what it did not hold when made
+        self._left_out: tuple[Any, list[nn.Parameter]] = None, []  # an optimizer, and what it leaves out of the model
         self._said_step = ""  # the last printed line about the batches of a step, to print it once
         self._number = next(_made)
         self._resumes: Mapping[str, Any] | None = None  # a state from inside a fit, from which the next fit continues
@@ -373,7 +373,6 @@ class Learner(RunState):
         self.iter, self.first_iter = -1, 0
         self._dispatch.phase(training)
         if training:
-            set_epoch(dl, self.epoch)
             self._level("train", self._all_batches, CancelTrainException)
         else:
             with torch.no_grad(), keep_seeds(dl, self._device) if self._in_fit else nullcontext():
@@ -988,18 +987,16 @@ class Learner(RunState):
     @contextmanager
     def _by_itself(self) -> Iterator[None]:
         """Evaluate without other ranks, also in the middle of a fit; streams and modes are restored."""
-        agreement, model = self._agreement, self.model
-        in_fit, plain = self._in_fit, unwrap(self.model)
+        plain = unwrap(self.model)
         try:
-            with kept_flags(self.cbs), training_modes(plain):
+            # As in a fit, so that streams are restored.
+            alone = replaced(self, _agreement=None, model=plain, _in_fit=True)
+            with alone, kept_flags(self.cbs), training_modes(plain):
                 for cb in self.cbs:
                     if isinstance(cb, _SWITCHED_OFF):
                         cb.run = False
-                self._agreement, self.model, self._in_fit = None, plain, True  # True, so that streams are restored
                 yield
         finally:
-            self._agreement, self.model = agreement, model
-            self._in_fit = in_fit
             if self._dispatch is not None:
                 self._dispatch.changed()
 
@@ -1138,20 +1135,26 @@ class Learner(RunState):
 
     def _make_opt(self, reset: bool = False) -> None:
         """Make an optimizer, if there is none, if `reset` is set, or if the model has got other parameters."""
-        opt, left_out = self._left_out
-        if opt is self.opt is not None and self.shards is None:
+        (opt, left_out), new = self._left_out, dict[str, nn.Parameter]()
+        if self.opt is not None and self.opt is opt and not reset and self.shards is None:
             held = [*optim.parameters_of(self.opts), *left_out]
-            new = [name for name, p in optim.not_among(held, self.model).items() if p.requires_grad]
-            if new and not reset:
-                self.say(f"the model has got new parameters ({first_few(new)}): a new optimizer takes them in")
-            reset = reset or bool(new)
-        if self.opt is None or reset:
+            new = {name: p for name, p in optim.not_among(held, self.model).items() if p.requires_grad}
+        if self.opt is None or reset or new:
             give_shapes(self)
             self._new_opt()
+        if new and not {*map(id, new.values())} & {*map(id, optim.parameters_of(self.opts))}:  # create_opt omits them
+            self.opt, self._left_out = opt, (opt, [*left_out, *new.values()])
+        elif new:
+            self.say(
+                f"the model has new parameters ({first_few(new)}): a new optimizer is made, without the state of the "
+                "old one"
+            )
         for opt in self.opts:
             optim.keep_base_rates(opt)
 
     def _new_opt(self) -> None:
+        """Make an optimizer by `create_opt`."""
+        self._left_out = None, []  # which may have the last reference to an optimizer
         made = self.create_opt()
         self.opt = optim.as_one(self.opt if made is None else made)
         self._left_out = self.opt, [*optim.not_among(optim.parameters_of(self.opts), self.model).values()]
@@ -1736,12 +1739,12 @@ class Learner(RunState):
         return Saved(str(file), checkpoint.weights(), state.get("opt"), state.get("scaler") or None)
 
     def _load_opt(self, saved: Saved, state: dict[str, Any]) -> None:
-        before = self.opt
+        before = {"opt": self.opt, "_left_out": self._left_out}
         self._make_opt()
         try:
             optim.load_state(self.opt, state)
         except Exception as e:
-            self.opt = before
+            vars(self).update(before)
             raise CheckpointError(
                 f"{saved.name} does not fit: {e}; load(..., with_opt=False) takes the weights alone"
             ) from e

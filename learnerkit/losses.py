@@ -929,6 +929,11 @@ def accept_no_loss(learn: "Learner") -> None:
 
 def no_loss(learn: "Learner") -> ValueError:
     """Return the error for a batch without a loss."""
+    if learn.loss is not None:
+        return ValueError(
+            "there is no loss to differentiate: learn.loss is set, and learn.loss_grad is None, which a callback or "
+            "_loss of a subclass sets"
+        )
     if learn.loss_func is None:
         message = (
             f"there is no loss: loss_func is None and the model returned {describe(learn.output)} without a `loss`; "
@@ -937,8 +942,6 @@ def no_loss(learn: "Learner") -> ValueError:
         only = "" if learn.training else ". If it makes one in training alone, name the targets, which metrics need: "
         only = only and f"{only}DataLoaders(target_keys=..., n_inp=...)"
         return ValueError(message + f"{only} (errors.html#loss-missing)")
-    if learn.loss is not None:
-        return ValueError("there is no loss to differentiate: a callback set learn.loss_grad to None")
     if learn.yb:
         return ValueError(
             f"there is no loss: {loss_name(learn.loss_func)} returned None; its `return` may be missing"

@@ -7,8 +7,8 @@ it, `DriftCheck` compares it between ranks, and `check_distributed` copies it.
 import copy
 import inspect
 import math
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -159,9 +159,9 @@ def state_of(cb: Callback, first: Mapping[str, Any] | None = None) -> State:
 def first_attributes(learn: "Learner") -> dict[str, dict[str, Any]]:
     """Return the small attributes of the users' callbacks without `state_dict`, for `state_dict` to compare with."""
     return {
-        key: {name: _copied(value) for name, value in _savable(cb, _SMALL)}
+        key: {name: _copied(value) for name, value in savable(cb, _SMALL).items()}
         for key, cb in keys(learn.cbs)
-        if type(cb).state_dict is Callback.state_dict
+        if type(cb).state_dict is Callback.state_dict and not is_ours(type(cb))
     }
 
 
@@ -172,16 +172,16 @@ def own_attributes(cb: Callback, first: Mapping[str, Any] | None = None) -> dict
     after underscores, that are not in `first`: the script sets them.
 
     Returns:
-        The attributes as 'values', the names of those with tensors on an accelerator as 'on_device', of sets, deques
-        and dicts of other classes as 'containers', which the script makes, and the states of random generators as
-        'generators'; an empty dict if there are none.
+        The attributes as 'values', the names of those with tensors on an accelerator as 'on_device', the classes of
+        sets, deques and dicts of other classes as 'containers', and the states of random generators as 'generators'; an
+        empty dict if there are none.
     """
     if is_ours(type(cb)):
         return {}
     first, arguments = first or {}, inspect.signature(type(cb).__init__).parameters
     values = {
         name: _copied(value)
-        for name, value in _savable(cb, _LARGEST)
+        for name, value in savable(cb).items()
         if not (same(value, first[name], depth=1000) if name in first else name.lstrip("_") in arguments)
     }
     generators = {
@@ -189,22 +189,24 @@ def own_attributes(cb: Callback, first: Mapping[str, Any] | None = None) -> dict
         for name, value in _attributes(cb)
         if isinstance(value, GENERATORS) and name.lstrip("_") not in arguments
     }
-    containers = [name for name in values if type(values[name]) is not type(getattr(cb, name))]
+    kinds = {name: type(getattr(cb, name)) for name in values}
+    containers = {name: kind.__name__ for name, kind in kinds.items() if kind is not type(values[name])}
     on_device = [name for name, value in values.items() if any(t.device.type != "cpu" for t in tensors_in(value))]
     parts = {"values": values, "on_device": on_device, "containers": containers, "generators": generators}
     return {part: content for part, content in parts.items() if content}
 
 
-def _savable(cb: Callback, largest: int) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes of a callback that can be saved, with their names, in the form in which they are saved.
+def savable(cb: Callback, largest: int = 2**28) -> dict[str, Any]:
+    """Return the attributes of a callback that can be saved, by their names, in the form in which they are saved.
 
     Tensors of the model, which are in the state already, are left out.
 
     Args:
-        largest: the size of the largest attribute to yield, in bytes.
+        largest: the size of the largest of these attributes, in bytes.
     """
     modules = unwrap(cb.learn.model).modules() if cb.learn is not None else ()
     apart = {id(t) for m in modules for t in (*m.parameters(False), *m.buffers(False))}
+    found = dict[str, Any]()
     for name, value in _attributes(cb):
         if isinstance(value, set | deque):
             value = list(value)
@@ -212,7 +214,8 @@ def _savable(cb: Callback, largest: int) -> Iterator[tuple[str, Any]]:
             value = dict(value)
         with suppress(RecursionError):  # a list may contain itself
             if _bytes_of(value, apart) <= largest:
-                yield name, value
+                found[name] = value
+    return found
 
 
 def _attributes(cb: Callback) -> list[tuple[str, Any]]:
@@ -226,8 +229,9 @@ def _copied(value: Any) -> Any:
     return map_batch(torch.clone, value, copy.copy)
 
 
+_MADE: dict[str, Callable[[Any], Any]] = {kind.__name__: kind for kind in (set, deque, Counter, OrderedDict)}
 _NOT_STATE = ("learn", "order", "run", "run_train", "run_valid")
-_LARGEST, _SMALL = 2**28, 2**16  # the largest attribute that is saved, and the largest that is compared, in bytes
+_SMALL = 2**16  # the largest attribute that is compared, in bytes
 
 
 def _bytes_of(x: Any, apart: set[int]) -> float:
@@ -471,9 +475,12 @@ def _put_callback(cb: Callback, state: State) -> None:
     own = ranks[distributed.rank() if distributed.rank() < len(ranks) else 0]
     for name, value in own.get("values", {}).items():
         # A forged file might replace methods.
-        here = vars(cb).get(name)
-        is_made = name not in own.get("containers", ()) or isinstance(here, set | deque | dict)
-        if is_made and name not in _NOT_STATE and not callable(getattr(type(cb), name, None)):
+        kind = own.get("containers", {}).get(name)
+        if kind is not None and not isinstance(vars(cb).get(name), set | deque | dict):
+            if kind not in _MADE:
+                continue  # the script makes it later, and it begins anew
+            value = _MADE[kind](value)
+        if name not in _NOT_STATE and not callable(getattr(type(cb), name, None)):
             on_device = name in own.get("on_device", ())
             _put_attribute(cb, name, to_device(value, cb.learn.dls.device) if on_device else value)
     for name, value in own.get("generators", {}).items():

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from learnerkit.parallel.agreement import Agreement
     from learnerkit.parallel.sharded import Shards
 else:
-    Learner = Any
+    Learner = Any  # for annotations alone, as the Learner's module imports this one
 
 State = dict[str, Any]
 """The state of an object, as checkpoints keep it."""

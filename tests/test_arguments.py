@@ -128,8 +128,8 @@ def test_what_is_no_dataset_is_told():
     for inputs, targets in ((x, x[:, 0]), (x.numpy(), x.numpy()), (x, x)):
         with pytest.raises(TypeError, match=r"as the validation set; .* from_datasets\(TensorDataset\(X, y\)\)"):
             DataLoaders.from_datasets(inputs, targets)
-    with pytest.raises(TypeError, match=r"got a tuple as the training set .* one dataset as TensorDataset\(X, y\)"):
-        DataLoaders.from_datasets((torch.rand(4, 2), torch.rand(4)))
+    with pytest.raises(TypeError, match=r"got a tuple as a dataset: .* inputs and targets are TensorDataset\(X, y\)"):
+        DataLoaders.from_datasets(tuple(make_data(4)), (torch.rand(4, 2), torch.rand(4)))
     with pytest.raises(ValueError, match="the training set is empty: it has 0 samples"):
         DataLoaders.from_datasets(make_data(0))
     for bs in ("64", 0, 2.5):

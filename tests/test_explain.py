@@ -191,7 +191,7 @@ ROWS = {
     "inputs that are a tensor": (lambda: learner(cbs=Callback(before_batch=lambda cb: replace(cb, "xb", cb.x))),
         ["learn.xb is a tuple, and a callback set float32 tensor of shape (4, 1, 4, 4)"]),
     "a loader in place of loaders": (lambda: learner(cbs=Callback(before_epoch=lambda cb: replace(cb, "dls", [1]))),
-        ["learn.dls is a list; a callback sets it to DataLoaders(train, valid)"]),
+        ["a callback has set learn.dls to a list: write learn.dls = DataLoaders(train, valid)"]),
     "its own train": (lambda: learner(model=ForwardForward()), ["model.train(True)", "another name"]),
 }  # fmt: skip
 

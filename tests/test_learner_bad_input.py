@@ -244,7 +244,7 @@ def test_a_loss_function_without_return_is_told_so():
     with pytest.raises(ValueError, match="there is no loss: forgetful returned None; its `return` may be missing"):
         make_learner(loss_func=forgetful).fit(1)
     forget = Callback(after_loss=lambda cb: vars(cb.learn).update(loss_grad=None))
-    with pytest.raises(ValueError, match="a callback set learn.loss_grad to None"):
+    with pytest.raises(ValueError, match="learn.loss is set, and learn.loss_grad is None, which a callback"):
         make_learner(cbs=forget).fit(1)
 
 

@@ -678,10 +678,11 @@ def test_layers_that_are_replaced_between_fits_train_with_a_new_optimizer(capsys
         before, opt = weights(learn.model), learn.opt
         capsys.readouterr()
         learn.fit_one_cycle(1)
-        assert capsys.readouterr().out.startswith(f"the model has got new parameters ({name}): a new optimizer")
+        assert capsys.readouterr().out.startswith(f"the model has new parameters ({name}): a new optimizer")
         assert not torch.equal(new.weight, before[f"{name[0]}.weight"])
         assert learn.opt is not opt
     learn.model = make_model(seed=5)
+    learn.lr_find(num_it=10, show_plot=False)
     before = weights(learn.model)
     learn.fit(1)
     assert not same_weights(before, learn.model)
@@ -696,6 +697,11 @@ def test_parameters_that_the_splitter_leaves_out_are_no_new_ones(capsys):
     learn.fit(1)
     assert learn.opt is opt
     assert "new parameters" not in capsys.readouterr().out
+    for _ in range(2):  # a part that is replaced, and left out again: the optimizer keeps its state
+        learn.model[0] = nn.Linear(4, 6)
+        learn.fit(1)
+        assert learn.opt is opt
+    assert "new" not in capsys.readouterr().out
     learn.model[0], learn.opt = nn.Linear(4, 6), SGD(learn.model[3].parameters(), 0.1)  # the user's own
     opt = learn.opt
     learn.fit(1)

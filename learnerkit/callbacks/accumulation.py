@@ -51,7 +51,9 @@ class GradientAccumulation(Callback):
                 "loss_weight for the whole loss (errors.html#loss-weight)"
             )
         if sum(isinstance(cb, GradientAccumulation) and cb.run for cb in learn.cbs) > 1:
-            raise ValueError("two callbacks GradientAccumulation: one of them says how many batches a step has")
+            raise ValueError(
+                "two GradientAccumulation callbacks in one fit, which differ in the batches of a step: leave one out"
+            )
         if learn.n_ranks == 1:  # on several ranks their step weights the gradients
             self.mean, learn._gradient = GradientMean(loss_sums(learn)), self
         self._batches = self._samples = self._steps = 0

@@ -343,7 +343,7 @@ def decoder(loss_func: Any) -> Callable[[Tensor], Tensor]:
     """Return the function that decodes predictions made for `loss_func`.
 
     Raises:
-        NotDecoded: the loss is none of torch's for classes or numbers, and has neither `decode` nor fastai's `decodes`.
+        ValueError: the loss is none of torch's for classes or numbers, and has neither `decode` nor fastai's `decodes`.
     """
     if (decode := decode_of(loss_func)) is not None:
         return decode

@@ -40,11 +40,21 @@ class ShardedBatches(Batches):
         inner: Any = self.learn._gradient
         self._inner: Sharded = inner
         self._whole: Callable[[], None] = partial(type(inner).backward, inner)
+        self._outer = vars(inner).get("backward")  # of another object of this class, in whose batch this one computes
         inner.backward = self.backward
         self._shards = self._inner.shards
         self._is_taken = False  # whether this object computes the current batch
         self._is_careful = False  # whether the current batch may run out of memory
         self._failed = False  # whether this rank's pass has failed in the current part
+
+    def close(self) -> None:
+        """Give the object that computes the gradients its own method back, too."""
+        super().close()
+        own = vars(self._inner)
+        if self._outer is None:
+            own.pop("backward", None)
+        else:
+            own["backward"] = self._outer
 
     @collective
     def begin(self) -> None:

@@ -8,6 +8,7 @@ from torch import nn
 
 from learnerkit import distributed
 from learnerkit.callback import Callback
+from learnerkit.data.order import set_epoch
 from learnerkit.data.position import Position
 from learnerkit.endings import ending_of
 from learnerkit.events import CancelTrainException
@@ -18,6 +19,8 @@ from learnerkit.utils import unwrap
 
 class TrainEvalCallback(Callback):
     """Puts the model into train or eval mode, counts batches, and keeps the place in the training data.
+
+    At the start of an epoch, samplers and datasets that have `set_epoch` are told its number in the fit, from 0.
 
     A run that ends without an error leaves the model in eval mode. If the user puts some modules of a model in train
     mode into eval mode, they stay in eval mode in this and later fits. To change that after a fit, call
@@ -49,6 +52,10 @@ class TrainEvalCallback(Callback):
                 _warn_of_dropout(self._model, self._in_eval)
             learn.train_iter, learn.pct_train = 0, 0.0
             learn._position = Position()
+
+    def before_epoch(self) -> None:
+        if self.learn._position is not None:  # a run that trains
+            set_epoch(self.learn.dls.train, self.learn.epoch)
 
     def before_train(self) -> None:
         learn = self.learn

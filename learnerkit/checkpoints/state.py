@@ -15,7 +15,7 @@ from learnerkit.data.batches import loader_len
 from learnerkit.data.order import samplers_of
 from learnerkit.losses import loss_name
 from learnerkit.metrics import metric_names
-from learnerkit.run_state import keys, own_attributes
+from learnerkit.run_state import keys, savable
 from learnerkit.shards import own_class
 from learnerkit.state import Learner
 from learnerkit.text import first_few
@@ -106,10 +106,11 @@ def forgetful(learn: "Learner") -> list[str]:
     names = []
     for key, cb in keys(learn.cbs):
         if type(cb).state_dict is Callback.state_dict and not is_ours(type(cb)):
-            saved = own_attributes(cb).get("values", {})
+            saved, arguments = savable(cb), inspect.signature(type(cb).__init__).parameters
             for name, value in vars(cb).items():
                 held = [value, *(part for _, part in entries(value))]
-                is_state = is_dataclass(value) or (isinstance(value, Iterator) and not isinstance(value, IOBase))
+                is_kept = isinstance(value, type | IOBase) or name.lstrip("_") in arguments
+                is_state = not is_kept and (is_dataclass(value) or isinstance(value, Iterator))
                 if name not in saved and (
                     is_state or any(isinstance(x, Tensor | nn.Module) and id(x) not in parts for x in held)
                 ):

@@ -621,8 +621,8 @@ def _collate_inputs(collate: Callable[[list[Any]], Any], as_tuples: bool, items:
     Args:
         collate: the function.
         as_tuples: samples are tuples, so each input is wrapped in one.
+        items: the inputs.
     """
-
     given = [(item,) if as_tuples and not isinstance(item, tuple | list) else item for item in items]
     try:
         return collate(given)
@@ -675,11 +675,9 @@ def _check_datasets(train_ds: Any, valid_ds: Any) -> None:
             f"got {describe(train_ds)} as the training set and {describe(valid_ds)} as the validation set; inputs and "
             "targets are one dataset: from_datasets(TensorDataset(X, y)); inputs alone are TensorDataset(X)"
         )
-    if isinstance(train_ds, tuple):
-        raise TypeError(
-            f"got a tuple as the training set ({describe(train_ds)}); tensors are one dataset as "
-            "TensorDataset(X, y), and a list may be one"
-        )
+    for ds in (train_ds, valid_ds):
+        if isinstance(ds, tuple) and all(hasattr(x, "__array__") for x in ds):
+            raise TypeError(f"got a tuple as a dataset: {describe(ds)}; inputs and targets are TensorDataset(X, y)")
     if loader_len(train_ds) == 0:
         raise ValueError("the training set is empty: it has 0 samples")
 

@@ -5,6 +5,7 @@ the values of tensors on the CPU. A device is not touched, as it may be out of o
 """
 
 import dis
+from inspect import getdoc
 from traceback import walk_tb
 from types import FrameType
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from learnerkit.endings import ending_of
+from learnerkit.events import CancelException
 from learnerkit.explain import mends
 from learnerkit.explain.workers import lost_worker
 from learnerkit.state import Learner
@@ -75,6 +77,8 @@ def _lines(learn: "Learner", error: Exception) -> list[str]:
     loads = any(frame.f_globals.get("__name__", "").startswith(_LOADING) for frame in frames)
     if loads and (lost := lost_worker(error)):
         return [lost]
+    if isinstance(error, CancelException):
+        return [f"this event is outside of what {type(error).__name__} ends; what it does: {getdoc(error)}"]
     if _speaks_for_itself(error):
         return []
     if alone := mends.of_run(learn, error, text):

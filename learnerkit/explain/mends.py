@@ -35,7 +35,9 @@ def of_run(learn: "Learner", error: Exception, text: str) -> str:
         if isinstance(value := getattr(learn, name), Tensor):
             return f"learn.{name} is a tuple, and a callback set {describe(value)}: write learn.{name} = (value,)"
     if not isinstance(learn.dls, DataLoaders):
-        return f"learn.dls is a {type(learn.dls).__name__}; a callback sets it to DataLoaders(train, valid)"
+        return (
+            f"a callback has set learn.dls to a {type(learn.dls).__name__}: write learn.dls = DataLoaders(train, valid)"
+        )
     if isinstance(error, ValueError) and text.startswith(_ALONE):
         if learn.batch_size != 1:
             return ""

@@ -93,7 +93,7 @@ def unchanged(learn: "Learner", but: Collection[Callback] = ()) -> Iterator[None
         for calls in (opts, [put_back], opts):  # Loading gives optimizers other groups and tensors.
             for call in calls:
                 stack.callback(call)
-        stack.callback(setattr, learn, "opt", learn.opt)
+        stack.callback(vars(learn).update, {name: vars(learn)[name] for name in ("opt", "_left_out")})
         for cb in learn.cbs:
             if not cb.only_fit and cb not in but:
                 put_back_attributes(cb, stack)

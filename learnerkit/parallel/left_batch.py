@@ -138,7 +138,7 @@ class LeftBatch(Callback):
     @collective
     def after_cancel_backward(self) -> None:
         step = self.step
-        if not step.kept and any(p.grad is not None for p in step.params.values()):
+        if not (step.kept or step.mean.begun) and any(p.grad is not None for p in step.params.values()):
             raise RuntimeError(
                 "a callback made a backward pass of its own and raised CancelBackwardException: on several processes a "
                 "batch whose backward pass is cancelled counts nothing, so that these gradients would be lost. Change "

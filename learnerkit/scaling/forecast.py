@@ -232,7 +232,6 @@ def cost_in_forks(learn: "Learner", n_steps: int, step: Pace) -> StepCost:
         learn: the learner; the forks have copies.
         n_steps: the least number of steps in each trial; short steps need more.
         step: the pace in this process.
-        timeout: seconds for all of it.
 
     Raises:
         RuntimeError: it failed in a fork; with the cause in a line.

@@ -133,8 +133,7 @@ def pace_alone(learn: "Learner", n_steps: int, threads: int) -> Pace | str:
     Args:
         learn: the learner.
         n_steps: to time.
-        seconds: for which the others wait.
-        threads: of the trial; `None`: as many as it has.
+        threads: of the trial.
 
     Returns:
         The pace; or, on every rank, the reason why the trial could not be run.
@@ -192,7 +191,7 @@ def with_workers(dl: Any, workers: int) -> Any:
 
 
 def with_larger_batches(dl: Any) -> Any:
-    """Return a loader with `factor` times larger batches; `None` if its batches are not known to be plain."""
+    """Return a loader with batches twice as large; `None` if its batches are not known to be plain."""
     batches: Any = getattr(dl, "batch_sampler", None)
     if not (has_index(dl) and isinstance(batches, BatchSampler)):
         return None

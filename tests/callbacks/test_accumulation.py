@@ -394,7 +394,7 @@ def test_one_of_both_sizes_is_given():
         GradientAccumulation(n_samples=0)
     with pytest.raises(TypeError, match="positional"):
         GradientAccumulation(4)
-    with pytest.raises(ValueError, match="two callbacks GradientAccumulation: one of them says how many"):
+    with pytest.raises(ValueError, match="two GradientAccumulation callbacks in one fit, which differ"):
         make_learner().fit(1, cbs=[GradientAccumulation(n_batches=2), GradientAccumulation(n_samples=8)])
 
 

@@ -252,10 +252,13 @@ class Anneals(Callback):
 
     def __init__(self, factor=1.0):
         self.factor, self.last, self.seen, self.counts = factor, deque(maxlen=2), {"none"}, Counter()
+        self.drawn = None
         self.by_step = defaultdict(list)
 
     def before_batch(self):
-        self.drawn = {self.iter}  # a set that is not there when a run resumes, and is made in each batch
+        if self.drawn is None:
+            self.drawn = set()  # it is not there when a run resumes
+        self.drawn.add(self.train_iter)
 
     def after_step(self):
         self.factor *= 0.5
@@ -595,7 +598,7 @@ class Forgets(Callback):
 
     def before_fit(self):
         self.mean, self.net, self.count = {"w": torch.zeros(1)}, [make_model(1, 1)], 3
-        self.place, self.more, self.file = Place(), iter([1, 2]), io.StringIO()
+        self.place, self.more, self.file, self.kind = Place(), iter([1, 2]), io.StringIO(), Place
 
 
 @dataclass

@@ -389,6 +389,15 @@ def test_what_all_ranks_cancel_is_as_on_one_process(kind, event, order, batches)
 
 
 @on_ranks
+def test_a_backward_pass_that_all_ranks_cancel_is_left_out_of_a_step_of_several_batches():
+    def cancelled():
+        do = Do("before_backward", throw(CancelBackwardException()), ranks=tuple(range(N)))
+        return make_learner([do, GradientAccumulation(n_batches=2)])
+
+    assert_equals_alone(cancelled, epochs=2)
+
+
+@on_ranks
 def test_hooks_that_a_cancel_of_training_has_stopped_are_not_called_in_validation():
     everyone, leave = tuple(range(N)), throw(CancelTrainException(agreed=True))
     assert_equals_alone(lambda: make_learner(Do("after_batch", leave, everyone)), epochs=1)
