@@ -261,13 +261,13 @@ def momenta(value: Any) -> tuple[float, float, float]:
     """Return a cycle's momentum at the start, the peak and the end; refuse what is not three numbers from 0 to 1."""
     try:
         start, peak, end = map(float, () if isinstance(value, str) else value)
+        if all(0 <= momentum < 1 for momentum in (start, peak, end)):
+            return start, peak, end
     except (TypeError, ValueError):
-        start = peak = end = -1.0
-    if not all(0 <= momentum < 1 for momentum in (start, peak, end)):
-        raise ValueError(
-            f"got moms={value!r}; it is three numbers, 0 or more and less than 1: at the start, the peak and the end"
-        )
-    return start, peak, end
+        pass
+    raise ValueError(
+        f"got moms={value!r}; it is three numbers, 0 or more and less than 1: at the start, the peak and the end"
+    )
 
 
 def check_not_empty(dl: Iterable, name: str) -> None:

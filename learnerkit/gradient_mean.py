@@ -1,7 +1,6 @@
 """The gradient of a step of several batches: the mean over everything that they count."""
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -29,7 +28,6 @@ class StepGradient(Protocol):
         """Restore the model and the learner."""
 
 
-@dataclass(eq=False)
 class GradientMean:
     """Weighs the batches of a step so that its gradient is the mean over everything they count.
 
@@ -48,11 +46,11 @@ class GradientMean:
         counted: the count of its batches so far; on several ranks, once they have exchanged their counts, the mean.
     """
 
-    sums: bool
-    ranks: int = 1
-    begun: bool = False
-    expected: float = 1.0
-    counted: float | Tensor = 0.0
+    def __init__(self, sums: bool, ranks: int = 1) -> None:
+        self.sums, self.ranks = sums, ranks
+        self.begun = False
+        self.expected = 1.0
+        self.counted: float | Tensor = 0.0
 
     def begin(self, expected: float) -> None:
         """Begin a step; `expected` is approximately what it will count."""

@@ -107,10 +107,6 @@ class Batches:
                 attributes.update(self._replaced)
             self._forget()
 
-    def close(self) -> None:
-        """End the last batch of a training or of an evaluation, which may have been left before its end."""
-        self.end()
-
     @property
     def size_of_part(self) -> int:
         """The size of the largest part."""

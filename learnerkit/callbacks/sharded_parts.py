@@ -12,7 +12,7 @@ from learnerkit import distributed
 from learnerkit.callbacks.batch_parts import Batches, Part, distinct
 from learnerkit.data.batches import in_float32
 from learnerkit.losses import output_of, pass_kept, take_loss, wants_loss
-from learnerkit.marks import collective, not_collective
+from learnerkit.marks import collective
 from learnerkit.torch_internals import BatchNorm, leaves_of
 from learnerkit.values import tensors_in
 
@@ -34,27 +34,16 @@ class ShardedBatches(Batches):
         params: the parameters that get gradients.
     """
 
-    @not_collective("it puts a method in place, which a step calls")
     def __init__(self, cb: "SplitBatch", params: list[Tensor]) -> None:
         super().__init__(cb, params)
-        inner: Any = self.learn._gradient
-        self._inner: Sharded = inner
-        self._whole: Callable[[], None] = partial(type(inner).backward, inner)
-        self._outer = vars(inner).get("backward")  # of another object of this class, in whose batch this one computes
-        inner.backward = self.backward
+        learn = self.learn
+        inner: Any = learn._gradient
+        self._inner: Sharded = inner.inner if isinstance(inner, _InParts) else inner
+        learn._gradient = _InParts(self._inner, self)
         self._shards = self._inner.shards
         self._is_taken = False  # whether this object computes the current batch
         self._is_careful = False  # whether the current batch may run out of memory
         self._failed = False  # whether this rank's pass has failed in the current part
-
-    def close(self) -> None:
-        """Give the object that computes the gradients its own method back, too."""
-        super().close()
-        own = vars(self._inner)
-        if self._outer is None:
-            own.pop("backward", None)
-        else:
-            own["backward"] = self._outer
 
     @collective
     def begin(self) -> None:
@@ -98,7 +87,7 @@ class ShardedBatches(Batches):
         """Compute the gradients of the batch."""
         learn, inner = self.learn, self._inner
         if not self._is_taken:
-            self._whole()
+            inner.backward()
             return
         has_data, due = bool(learn.batch_size), learn.step_due
         parts = self._agreed(self.parts if has_data else 0)
@@ -197,7 +186,7 @@ class ShardedBatches(Batches):
         if done is not None:
             vars(learn)["_backward"] = partial(self._tried_backward, done)
         try:
-            self._whole()
+            self._inner.backward()
         finally:
             vars(learn).pop("_backward", None)
 
@@ -243,3 +232,25 @@ class ShardedBatches(Batches):
         learn.loss = None
         learn.loss_grad = None
         self._own["_forward"]()
+
+
+class _InParts:
+    """The object that computes gradients for the learner, in parts, of a sharded model.
+
+    Args:
+        inner: computes the gradients of one pass.
+        batches: runs the passes.
+    """
+
+    def __init__(self, inner: "Sharded", batches: ShardedBatches) -> None:
+        self.inner, self.mean = inner, inner.mean
+        self.backward: Callable[[], None] = batches.backward
+
+    @property
+    def is_inside(self) -> bool:
+        """Tell whether a forward pass with gradients has begun, and not ended."""
+        return self.inner.is_inside
+
+    def detach(self) -> None:
+        """Take the hooks off the units."""
+        self.inner.detach()

@@ -115,7 +115,7 @@ class SplitBatch(Callback):
             self.count_batch()
 
     def cleanup_train(self) -> None:
-        self._open.pop().close()
+        self._open.pop().end()  # A batch may have been left before its end.
 
     cleanup_validate = cleanup_train
 

@@ -412,9 +412,8 @@ class TerminateOnNaNCallback(Callback):
     only_fit = True
     tells_not_finite = True  # Then the recorder does not say it.
 
-    def __init__(self) -> None:
+    def __init__(self) -> None:  # without the order and the hooks that its base takes
         super().__init__()
-        self.before_fit()
 
     def before_fit(self) -> None:
         self._bad: tuple[int, int, int, float] | None = None  # epoch, step, rank and loss

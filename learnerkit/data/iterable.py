@@ -149,13 +149,14 @@ class IterablePlace:
     stream: Any = None
     again = 0
 
-    source: Any = None
-    found: Any = None
-    shared: Any = None
-    own: dict[str, Any] = {}
-    parts: tuple[int, int] | None = None
-    length: int | None = None
-    _reads_again = False  # true only on one process
+    def __init__(self) -> None:
+        self.source: Any = None
+        self.found: Any = None
+        self.shared: Any = None
+        self.own: State = {}
+        self.parts: tuple[int, int] | None = None
+        self.length: int | None = None
+        self._reads_again = False  # true only on one process
 
     def clear(self) -> None:
         """Forget the position in the last epoch."""

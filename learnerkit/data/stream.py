@@ -4,7 +4,7 @@ import signal
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain, islice
 from math import inf
 from typing import Any, cast
@@ -36,7 +36,6 @@ from learnerkit.torch_internals import set_worker_dataset
 from learnerkit.values import same
 
 
-@dataclass(eq=False)
 class SampleStream:
     """A batch sampler, or the sampler of a loader without batches, that replaces the user's.
 
@@ -63,22 +62,21 @@ class SampleStream:
             as one may run inside another.
     """
 
-    sampler: Any
-    rank: int = 0
-    ranks: int = 1
-    split: bool = False
-    least: int = 1
-    training: bool = True
-    opaque: bool = False
-    count: Callable[[Any], int | None] | None = None
     place: float = 0
-    first: int = 0
+    first = 0
     seed: int | None = None
     fetching: tuple[int, bool] | None = None
-    shares: deque[Share] = field(default_factory=deque)
 
-    def __post_init__(self) -> None:
-        self.least = 1 if self.opaque else self.least  # a rank can take no less than one such item
+    def __init__(
+        self, sampler: Any, rank: int = 0, ranks: int = 1, *, split: bool = False, least: int = 1,
+        training: bool = True, opaque: bool = False, count: Callable[[Any], int | None] | None = None,
+    ) -> None:  # fmt: skip
+        self.sampler, self.rank = sampler, rank
+        self.ranks, self.split = ranks, split
+        self.training = training
+        self.least = 1 if opaque else least  # a rank can take no less than one such item
+        self.opaque, self.count = opaque, count
+        self.shares: deque[Share] = deque()
 
     def __len__(self) -> int:
         n = len(self.sampler)

@@ -5,7 +5,6 @@ It imports no torch, as the launcher's side of the doctor needs it.
 
 import textwrap
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from learnerkit.text import escaped
@@ -36,7 +35,6 @@ def notable(findings: Iterable[Finding]) -> list[Finding]:
     return [finding for finding in found if finding.mark in (HINT, WRONG)] or found[:1]
 
 
-@dataclass(eq=False)
 class Report:
     """Prints findings as they come and counts the problems among them.
 
@@ -48,9 +46,10 @@ class Report:
         problems: how many findings are problems.
     """
 
-    shown: bool = True
-    entry: str = "check-findings"
-    problems: int = 0
+    def __init__(self, shown: bool = True, entry: str = "check-findings") -> None:
+        self.shown = shown
+        self.entry = entry
+        self.problems = 0
 
     def add(self, topic: str, findings: Iterable[Finding]) -> None:
         """Print the findings about a topic."""
