@@ -46,7 +46,7 @@ TOLD: tuple[Any, ...] = (SAVE, INTERRUPT, END, *LEAVING)
 """The requests and reasons to leave that ranks tell each other, by a flag for each."""
 
 
-STEP, AFTER_BATCH, NEXT_BATCH = 1, 2, 3
+BACKWARD, STEP, AFTER_BATCH, NEXT_BATCH = 1, 2, 3, 4
 """The points of a batch that a rank may skip while other ranks wait there."""
 
 _PLACES: dict[str, int] = {

@@ -79,6 +79,7 @@ class Averager:
     def begin(self) -> None:
         """Begin training, perhaps of another model than before."""
         step, learn = self.step, self.learn
+        step.next_number()
         if learn.shards is not None:
             learn.shards.take_optimizers(learn.opts)
         for opt in learn.opts:
@@ -106,6 +107,12 @@ class Averager:
         step, learn = self.step, self.learn
         cb = self.cb
         model = self.model = learn.model
+        frozen = distributed.all_gather({name for name, p in named.items() if not p.requires_grad})
+        if apart := set.union(*frozen) - set.intersection(*frozen):
+            raise RuntimeError(
+                f"only some ranks train {first_few(sorted(apart))}: freeze the same parameters on every rank"
+                " (errors.html#unused-parameters)"
+            )
         step.sends = model if cb.sends_buffers and list(model.buffers()) else None
         if cb.sync_bn is not False and rank_norms(model):
             if learn.dls.device.type != "cpu":

@@ -43,7 +43,8 @@ class DistributedCallback(Callback):
 
     The gradient of a step is the exact mean over the samples of all ranks (or over what `loss_weight` counts), also
     where the ranks have different numbers of samples. Validation and prediction read each sample once, on the plain
-    module. When one rank leaves the loop (by a cancel, Ctrl-C or an error), all ranks leave it.
+    module. When one rank leaves the loop (by a cancel, Ctrl-C or an error), all ranks leave it. After each epoch of a fit
+    the ranks compare their weights, and a warning says that they have drifted apart.
 
     DDP averages gradients during the backward pass where it can. Otherwise they are averaged after it, and a line says
     so: where the learner overrides `_backward` or `_step`, or where the first batch leaves parameters without a
@@ -296,6 +297,18 @@ class DistributedCallback(Callback):
             distributed.broadcast_into(list(self._averager.model.buffers()))
 
     after_train = _send_buffers
+
+    @collective
+    def after_epoch(self) -> None:
+        """Warn once if the ranks no longer have the same weights; this reads them once, a host-device sync."""
+        if self._averager is None or self.learn._gradient is None or self.learn.shards is not None:
+            return  # `_gradient` is None where the ranks train by themselves
+        if not distributed.same_everywhere(digests(self._averager.step.named.values())):
+            self.tell_once(
+                "the ranks no longer have the same weights: something changes weights, gradients or a learning rate on "
+                "one rank alone, or by the samples of each rank. learnerkit.parallel.DriftCheck(every=1) stops at the "
+                "first difference and names it (errors.html#drift)"
+            )
 
     @collective
     def _share_out(self, step: RankStep | None) -> None:

@@ -14,7 +14,7 @@ from learnerkit.gradient_mean import GradientMean, StepGradient, counts_somethin
 from learnerkit.host_scalars import HostCopy
 from learnerkit.losses import output_of, weighting_of
 from learnerkit.marks import collective
-from learnerkit.parallel.agreement import AFTER_BATCH, NEXT_BATCH, STEP, TOLD, Agreement, RankDispatch
+from learnerkit.parallel.agreement import AFTER_BATCH, BACKWARD, NEXT_BATCH, STEP, TOLD, Agreement, RankDispatch
 from learnerkit.parallel.passes import Passes
 from learnerkit.state import Learner
 from learnerkit.text import first_few
@@ -46,6 +46,7 @@ class RankStep:
         kept: `.grad` already holds an earlier batch's gradients, because a callback skipped the step.
         number: grows with each batch, the same on every rank, once this rank has skipped nothing more of the last
             batch.
+        averages: this rank averages the gradients of the parameters in `params`, as the other ranks may ask.
         reduced: this rank has taken part in the reduction of the batch's gradients.
         stepped: the optimizer has stepped after the batch; False: all ranks skip the step; `None`: neither so far.
         agree: called before the gradients of each batch, on every rank; the ranks may agree on something in it.
@@ -62,7 +63,7 @@ class RankStep:
         self.params: dict[str, nn.Parameter] = {}
         self.passes = Passes(self, watches=False)
         self.sends: nn.Module | None = None
-        self.kept = self.reduced = self.waits = False
+        self.kept = self.averages = self.reduced = self.waits = False
         self.joined = ExitStack()
         self.agree: Callable[[], None] = lambda: None
         self.stepped: bool | None = None
@@ -95,8 +96,19 @@ class RankStep:
         return self._witness is not None and self._witness.grad is not None
 
     def is_changed(self) -> bool:
-        """Tell whether parameters have been frozen or unfrozen since `take_parameters`."""
-        return any(p.requires_grad is not (name in self.params) for name, p in self.named.items())
+        """Tell whether parameters have been frozen or unfrozen since `take_parameters`.
+
+        Raises:
+            RuntimeError: they have on this rank, and not on all ranks.
+        """
+        changed = [name for name, p in self.named.items() if p.requires_grad is not (name in self.params)]
+        if changed and not self.all_skip(BACKWARD):
+            raise RuntimeError(
+                f"rank {distributed.rank()} has frozen or unfrozen {first_few(changed)}, and another rank has not: "
+                "freeze the same parameters on every rank, at the same step (errors.html#unused-parameters)"
+            )
+        self.averages = True
+        return bool(changed)
 
     def start(self) -> None:
         """Begin training, possibly after an epoch that was cut short."""
@@ -108,7 +120,7 @@ class RankStep:
         """Begin a batch."""
         self.dispatch.begin()
         self.reduced, self.stepped = False, None
-        self.number += 1
+        self.next_number()
         if self.passes.watches:
             self.passes.close()
 
@@ -248,6 +260,11 @@ class RankStep:
         """Record that this rank's optimizer has stepped."""
         self.stepped = True
 
+    def next_number(self) -> None:
+        """Begin anew with the points for which other ranks may wait."""
+        self.averages = False
+        self.number += 1
+
     @collective
     def count_ranks(self, with_data: bool) -> int:
         """Return the number of ranks that have data for another batch.
@@ -267,7 +284,7 @@ class RankStep:
         begin = NEXT_BATCH * self.number  # read first: the attributes below may soon be those of the next batch
         if self.dispatch.has_passed("after_batch") and (self.stepped is not None or not self.learn.step_due):
             return begin + AFTER_BATCH
-        return begin + STEP if self.stepped else begin
+        return begin + (STEP if self.stepped else BACKWARD * self.averages)
 
 
 # DDP

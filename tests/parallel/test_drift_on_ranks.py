@@ -1,5 +1,7 @@
 """DriftCheck on several ranks, of which one comes to differ."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -80,6 +82,18 @@ def test_outside_of_the_context_each_process_trains_for_itself():
     learn = make_learner([DriftCheck(every=1)])
     with learn.no_logging():
         learn.fit(1, cbs=Callback(after_step=lambda cb: nudge(learn.model.last.bias, by=distributed.rank())))
+
+
+def test_without_the_check_a_fit_warns_once_of_weights_that_differ():
+    spoil = Callback(
+        after_backward=lambda cb: nudge(unwrap(cb.learn.model).last.bias.grad, by=distributed.rank() << 16)
+    )
+    learn = make_learner([spoil])
+    with warnings.catch_warnings(record=True) as caught, learn.distrib_ctx(), learn.no_logging():
+        warnings.simplefilter("always")
+        learn.fit(2)
+    told = [str(w.message) for w in caught if "the ranks no longer have the same weights" in str(w.message)]
+    assert len(told) == (distributed.rank() == 0)
 
 
 def reorder(learn):

@@ -249,6 +249,37 @@ def test_parameters_may_be_frozen_between_epochs():
         assert not told
 
 
+def froze(event, n, ranks, **options):
+    """What the nth event raises on this rank, where it freezes a layer on some ranks; `''`: nothing."""
+    seen = []
+
+    def freeze(cb):
+        seen.append(event)
+        if len(seen) == n and distributed.rank() in ranks:
+            unwrap(cb.learn.model).used.requires_grad_(False)
+
+    try:
+        trained(Branches(), 2, Callback(**{event: freeze}), **options)
+    except RuntimeError as error:  # PeerError is one
+        return str(error)
+    return ""
+
+
+FROZEN = {  # when, and what the rank says that the others do not have frozen it with
+    "before the first batch": ("before_epoch", 1, "only some ranks train used.bias, used.weight: freeze the same"),
+    "in an epoch": ("before_batch", 3, "rank 1 has frozen or unfrozen used.weight, used.bias, and another rank"),
+    "in the first batch": ("after_pred", 1, "rank 1 has frozen or unfrozen used.weight, used.bias, and another rank"),
+    "between epochs": ("after_train", 1, "rank 1 has frozen or unfrozen used.weight, used.bias, and another rank"),
+}
+
+
+def test_parameters_are_frozen_on_all_ranks_or_on_none():
+    for event, n, said in FROZEN.values():
+        for options in ({}, {"find_unused_parameters": True}):
+            assert froze(event, n, {0, 1}, **options) == ""
+            assert said in froze(event, n, {1}, **options), (event, options)
+
+
 # DDP's own options
 
 
