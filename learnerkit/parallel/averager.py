@@ -1,5 +1,6 @@
 """The averaging of a fit's gradients: the choice between DDP's way and the deferred one, and its set-up and removal."""
 
+from collections import Counter
 from collections.abc import Iterable
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -107,10 +108,11 @@ class Averager:
         step, learn = self.step, self.learn
         cb = self.cb
         model = self.model = learn.model
-        frozen = distributed.all_gather({name for name, p in named.items() if not p.requires_grad})
-        if apart := set.union(*frozen) - set.intersection(*frozen):
+        frozen = distributed.all_gather([name for name, p in named.items() if not p.requires_grad])
+        counts = Counter(chain(*frozen))
+        if apart := [name for name, count in counts.items() if count < len(frozen)]:
             raise RuntimeError(
-                f"only some ranks train {first_few(sorted(apart))}: freeze the same parameters on every rank"
+                f"only some ranks train {first_few(apart)}: freeze the same parameters on every rank"
                 " (errors.html#unused-parameters)"
             )
         step.sends = model if cb.sends_buffers and list(model.buffers()) else None

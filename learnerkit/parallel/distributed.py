@@ -43,8 +43,8 @@ class DistributedCallback(Callback):
 
     The gradient of a step is the exact mean over the samples of all ranks (or over what `loss_weight` counts), also
     where the ranks have different numbers of samples. Validation and prediction read each sample once, on the plain
-    module. When one rank leaves the loop (by a cancel, Ctrl-C or an error), all ranks leave it. After each epoch of a fit
-    the ranks compare their weights, and a warning says that they have drifted apart.
+    module. When one rank leaves the loop (by a cancel, Ctrl-C or an error), all ranks leave it. After each epoch of a
+    fit the ranks compare their weights, and a warning says if they have drifted apart.
 
     DDP averages gradients during the backward pass where it can. Otherwise they are averaged after it, and a line says
     so: where the learner overrides `_backward` or `_step`, or where the first batch leaves parameters without a

@@ -266,7 +266,7 @@ def froze(event, n, ranks, **options):
 
 
 FROZEN = {  # when, and what the rank says that the others do not have frozen it with
-    "before the first batch": ("before_epoch", 1, "only some ranks train used.bias, used.weight: freeze the same"),
+    "before the first batch": ("before_epoch", 1, "only some ranks train used.weight, used.bias: freeze the same"),
     "in an epoch": ("before_batch", 3, "rank 1 has frozen or unfrozen used.weight, used.bias, and another rank"),
     "in the first batch": ("after_pred", 1, "rank 1 has frozen or unfrozen used.weight, used.bias, and another rank"),
     "between epochs": ("after_train", 1, "rank 1 has frozen or unfrozen used.weight, used.bias, and another rank"),
