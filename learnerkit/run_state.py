@@ -10,6 +10,8 @@ import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import is_dataclass
+from io import IOBase
 from typing import Any
 
 import numpy as np
@@ -38,7 +40,7 @@ from learnerkit.state import COUNTERS, Learner, State
 from learnerkit.text import in_one_line
 from learnerkit.torch_internals import StatisticsNorm
 from learnerkit.utils import unbound, unwrap
-from learnerkit.values import describe, digests, map_batch, same, tensors_in
+from learnerkit.values import describe, digests, entries, map_batch, same, tensors_in
 
 TRAIN, TRAINED = "train", "trained"
 EPOCH, FIT = "epoch", "fit"
@@ -173,15 +175,16 @@ def own_attributes(cb: Callback, first: Mapping[str, Any] | None = None) -> dict
 
     Returns:
         The attributes as 'values', the names of those with tensors on an accelerator as 'on_device', the classes of
-        sets, deques and dicts of other classes as 'containers', and the states of random generators as 'generators'; an
-        empty dict if there are none.
+        sets, deques and dicts of other classes as 'containers', the states of random generators as 'generators', and
+        the names of attributes that seem to be state and cannot be saved as 'lost'; an empty dict if there are none.
     """
     if is_ours(type(cb)):
         return {}
     first, arguments = first or {}, inspect.signature(type(cb).__init__).parameters
+    kept = savable(cb)
     values = {
         name: _copied(value)
-        for name, value in savable(cb).items()
+        for name, value in kept.items()
         if not (same(value, first[name], depth=1000) if name in first else name.lstrip("_") in arguments)
     }
     generators = {
@@ -192,8 +195,36 @@ def own_attributes(cb: Callback, first: Mapping[str, Any] | None = None) -> dict
     kinds = {name: type(getattr(cb, name)) for name in values}
     containers = {name: kind.__name__ for name, kind in kinds.items() if kind is not type(values[name])}
     on_device = [name for name, value in values.items() if any(t.device.type != "cpu" for t in tensors_in(value))]
-    parts = {"values": values, "on_device": on_device, "containers": containers, "generators": generators}
+    lost = [
+        name
+        for name, value in vars(cb).items()
+        if name not in kept and name.lstrip("_") not in arguments and _is_state(value, _of_model(cb))
+    ]
+    parts = {
+        "values": values, "on_device": on_device, "containers": containers, "generators": generators, "lost": lost,
+    }  # fmt: skip
     return {part: content for part, content in parts.items() if content}
+
+
+def _of_model(cb: Callback) -> set[int]:
+    """Return the ids of the modules, parameters and buffers of the model."""
+    modules = unwrap(cb.learn.model).modules() if cb.learn is not None else ()
+    return {id(t) for m in modules for t in (m, *m.parameters(False), *m.buffers(False))}
+
+
+def _is_state(value: Any, apart: set[int], depth: int = 4) -> bool:
+    """Tell whether a value that cannot be saved seems to be state.
+
+    Sets, deques, dataclass objects, iterators other than files, and tensors and modules that are not the model's are,
+    also in containers.
+    """
+    if isinstance(value, Tensor | nn.Module):
+        return id(value) not in apart
+    if isinstance(value, set | deque) or (isinstance(value, Iterator) and not isinstance(value, IOBase)):
+        return True
+    if is_dataclass(value):
+        return not isinstance(value, type)
+    return depth > 0 and any(_is_state(part, apart, depth - 1) for _, part in entries(value))
 
 
 def savable(cb: Callback, largest: int = 2**28) -> dict[str, Any]:
@@ -204,9 +235,7 @@ def savable(cb: Callback, largest: int = 2**28) -> dict[str, Any]:
     Args:
         largest: the size of the largest of these attributes, in bytes.
     """
-    modules = unwrap(cb.learn.model).modules() if cb.learn is not None else ()
-    apart = {id(t) for m in modules for t in (*m.parameters(False), *m.buffers(False))}
-    found = dict[str, Any]()
+    apart, found = _of_model(cb), dict[str, Any]()
     for name, value in _attributes(cb):
         if isinstance(value, set | deque):
             value = list(value)

@@ -315,7 +315,8 @@ class CheckpointCallback(StepCounter):
             raise CheckpointError(f"strict=True, and the run is not the one that was saved: {'; '.join(changes)}")
         for line in changes if distributed.is_main() else ():
             warn(f"not as in the checkpoint: {line}")
-        lost = [name for name in state.forgetful(self.learn) if name.partition(".")[0] in then["order"]]
+        owns = {key: each.get("ranks", [{}])[0] for key, each in then["callbacks"].items()} | then["rank"]["callbacks"]
+        lost = [f"{key}.{name}" for key, own in owns.items() for name in own.get("lost", ())]
         if lost and distributed.is_main():
             warn(
                 f"attributes of callbacks that cannot be saved begin anew: {first_few(lost)}; give the callback "

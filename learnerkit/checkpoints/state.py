@@ -2,25 +2,22 @@
 
 import inspect
 import platform
-from collections.abc import Iterator, Mapping
-from dataclasses import is_dataclass
-from io import IOBase
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from learnerkit.callback import Callback, is_ours
+from learnerkit.callback import Callback
 from learnerkit.data.batches import loader_len
 from learnerkit.data.order import samplers_of
 from learnerkit.losses import loss_name
 from learnerkit.metrics import metric_names
-from learnerkit.run_state import keys, savable
+from learnerkit.run_state import keys
 from learnerkit.shards import own_class
 from learnerkit.state import Learner
 from learnerkit.text import first_few
 from learnerkit.utils import unwrap
-from learnerkit.values import entries
 
 BUDGET = "StepBudget"
 """The name of the callback that may be added or removed when a fit is resumed."""
@@ -95,27 +92,6 @@ def differences(then: Any, now: Any, name: str = "") -> list[str]:
             for line in differences(then.get(key), now.get(key), f"{name}.{key}".lstrip("."))
         ]
     return [] if then == now or (then != then and now != now) else [f"{name}: {then!r}, now {now!r}"]
-
-
-def forgetful(learn: "Learner") -> list[str]:
-    """Return the attributes of the users' callbacks without `state_dict` that seem to be state, and cannot be saved.
-
-    These are modules, tensors, dataclass objects, and iterators other than files.
-    """
-    parts = {id(t) for m in unwrap(learn.model).modules() for t in (m, *m.parameters(False), *m.buffers(False))}
-    names = []
-    for key, cb in keys(learn.cbs):
-        if type(cb).state_dict is Callback.state_dict and not is_ours(type(cb)):
-            saved, arguments = savable(cb), inspect.signature(type(cb).__init__).parameters
-            for name, value in vars(cb).items():
-                held = [value, *(part for _, part in entries(value))]
-                is_kept = isinstance(value, type | IOBase) or name.lstrip("_") in arguments
-                is_state = not is_kept and (is_dataclass(value) or isinstance(value, Iterator))
-                if name not in saved and (
-                    is_state or any(isinstance(x, Tensor | nn.Module) and id(x) not in parts for x in held)
-                ):
-                    names.append(f"{key}.{name}")
-    return names
 
 
 def callback_changes(then: list[str], now: list[str]) -> list[str]:

@@ -599,6 +599,13 @@ class Forgets(Callback):
     def before_fit(self):
         self.mean, self.net, self.count = {"w": torch.zeros(1)}, [make_model(1, 1)], 3
         self.place, self.more, self.file, self.kind = Place(), iter([1, 2]), io.StringIO(), Place
+        self.rows, self.seen, self.hooks, self.itself = [], defaultdict(set), [], []
+
+    def after_batch(self):
+        self.rows.append(Place(self.iter))
+        self.seen["batch"].add(self.iter)
+        self.hooks.append(self.model.register_forward_hook(lambda *_: None))
+        self.itself.append(self.itself)
 
 
 @dataclass
@@ -625,7 +632,9 @@ def test_callbacks_that_hold_tensors_or_modules_and_have_no_state_are_named(tmp_
         cbs = [Forgets(), Borrows(), Nothing()]
         learn = make_learner(cbs=[*cbs, Kill(0 if resume else 1), CheckpointCallback(tmp_path, every=1, resume=resume)])
         told = pytest.warns(
-            UserWarning, match="^attributes of callbacks .* begin anew: Forgets.net, Forgets.place, Forgets.more;"
+            UserWarning,
+            match="^attributes of callbacks .* begin anew: "
+            "Forgets.net, Forgets.place, Forgets.more, Forgets.rows, Forgets.seen;",
         )
         with learn.no_logging(), told if resume else suppress(Killed):
             learn.fit(1)
