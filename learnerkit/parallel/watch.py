@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from inspect import isfunction
 from itertools import count
+from types import FrameType
 from typing import Any
 
 import torch
@@ -177,7 +178,7 @@ class Watch:
         frame = frame_of_thread(self._main)
         return self.heartbeat.read() | {
             "alive": 0.0, "waits": waits_for_ranks(frame, _WAITING), "passed": self.passed(),
-            "stack": "".join(traceback.format_stack(frame, 6)),
+            "stack": _stack(frame),
         }  # fmt: skip
 
     def _ask(self) -> dict[int, dict]:
@@ -355,6 +356,16 @@ def followed(learn: "Learner") -> Iterator[None]:
         thread.join()
         heartbeat.phase(0)
         heartbeat.close()
+
+
+def _stack(frame: FrameType | None) -> str:
+    """Return the last frames of a stack, and before them the last ones of the user's code."""
+    lines = traceback.extract_stack(frame)
+    users = [line for line in lines[:-6] if not line.filename.startswith(_LIBRARIES)]
+    return "".join(traceback.format_list(users[-4:] + lines[-6:]))
+
+
+_LIBRARIES = torch.__path__[0], os.path.dirname(os.path.dirname(__file__)), "<frozen"
 
 
 def _machine() -> tuple[str, str]:

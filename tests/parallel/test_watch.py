@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 import time
 from itertools import chain, repeat
 from types import SimpleNamespace
@@ -45,6 +46,19 @@ def test_a_standstill_is_one_wait_that_is_longer_than_the_timeout(seen, stands, 
 def test_a_rank_that_waits_now_and_then_has_not_come_to_a_standstill(monkeypatch):
     """It may be seen in another wait each time: what tells is how long ago its last hook was called."""
     assert not looks([1] * 9, monkeypatch, since=0.5)
+
+
+def test_a_stack_has_the_users_lines_before_its_last_ones():
+    stacks = []
+    look = Callback(after_pred=lambda cb: stacks.append(watch._stack(sys._getframe())))
+
+    def my_own_function():
+        make_learner(cbs=look).fit(1)
+
+    my_own_function()
+    assert "make_learner(cbs=look).fit(1)" in stacks[0]
+    assert "in _fit\n" not in stacks[0]
+    assert stacks[0].splitlines()[-1].strip().startswith("look = Callback(")
 
 
 def test_the_first_failure_that_is_told_is_kept(monkeypatch):
