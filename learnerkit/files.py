@@ -576,9 +576,10 @@ def read(file: AnyPath | BinaryIO, device: Any, name: str = "") -> Saved:
             refuse_compressed(file)
             state = torch.load(file, map_location=device, weights_only=True)
     except Exception as e:  # random bytes cause a dozen types of errors, from AssertionError to struct.error
-        raise CheckpointError(
-            f"{name} is damaged, or not made by Learner.save: {str(e).splitlines()[0] if str(e) else e!r}"
-        ) from e
+        said = str(e).splitlines()[0] if str(e) else repr(e)
+        if "Unsupported global" in str(e):
+            said = "it holds objects of other classes than tensors; save weights: torch.save(model.state_dict(), file)"
+        raise CheckpointError(f"{name} is damaged, or not made by Learner.save: {printable(said)}") from e
     if not isinstance(state, dict):
         raise CheckpointError(f"{name} holds a {type(state).__name__}, not the weights of a model")
     weights = _entry(state, _MODEL_NAMES)

@@ -31,6 +31,7 @@ from learnerkit.callbacks.prediction import (
     activation_for,
     averaged,
     predicted,
+    whole_dataset,
 )
 from learnerkit.callbacks.progress import ProgressCallback, print_above
 from learnerkit.callbacks.recorder import Recorder, TableLogger, Validation
@@ -40,7 +41,7 @@ from learnerkit.checkpoints.callback import CheckpointCallback
 from learnerkit.checkpoints.storage import read_checkpoint
 from learnerkit.data.batches import loader_len
 from learnerkit.data.loaders import DataLoaders, Unpacker, check_loader
-from learnerkit.data.order import in_order, keep_seeds
+from learnerkit.data.order import keep_seeds
 from learnerkit.data.stream import reading
 from learnerkit.events import (
     CancelBackwardException,
@@ -891,7 +892,7 @@ class Learner(RunState):
             ValueError: the loss or the data do not allow the requested items.
         """
         gather = GatherPredictions(with_input, with_loss, with_decoded, activation_for(self, act, probs), on)
-        dl = in_order(self.dls[ds_idx], str(ds_idx)) if dl is None else dl
+        dl = whole_dataset(self, ds_idx) if dl is None else dl
         self._evaluate("predict", dl, [gather, *listify(cbs)])
         return gather.items
 
@@ -1046,8 +1047,8 @@ class Learner(RunState):
         # alike.
         streams = keep_seeds(dl, self.dls.device) if self._in_fit else nullcontext()
         with replaced(self, _in_fit=False), streams:
-            augmented = [self.get_preds(ds_idx, dl, act=act, cbs=cbs)[0] for _ in range(n)]
-        return averaged(plain, augmented, beta, use_max), targets
+            readings = [self.get_preds(ds_idx, dl, act=act, cbs=cbs) for _ in range(n)]
+        return averaged((plain, targets), readings, beta, use_max), targets
 
     @collective
     def _evaluate(self, task: str, dl: Iterable[Any], cbs: Callbacks) -> None:

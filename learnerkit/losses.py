@@ -181,6 +181,12 @@ class OwnLoss:
         """Return the targets that have predictions."""
         return target[..., 1:] if self.shifts and target.ndim > 1 else target
 
+    def paired(self, pred: Any, yb: tuple) -> tuple[Any, tuple]:
+        """Return the scores that have targets, and the targets that have predictions."""
+        if len(yb) == 1 and self.shifts and isinstance(pred, Tensor) and pred.ndim == yb[0].ndim + 1 > 2:
+            return pred[..., :-1, :], (self.used(yb[0]),)
+        return pred, yb
+
 
 _OF_SAMPLES = tuple(f"For{what}Classification" for what in ("Sequence", "Image", "Video", "Audio"))
 # The kinds of loss that shift; `None` is the default kind.

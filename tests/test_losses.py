@@ -217,7 +217,13 @@ def test_targets_that_the_models_own_loss_does_not_ignore_are_counted(model, ign
 
 
 def test_a_loss_that_shifts_leaves_the_first_target_of_each_row_out():
-    assert OwnLoss(shifts=True).count(torch.tensor([[-100, 1, 2, 3], [4, 5, 6, 7]])) == 3 + 3
+    target = torch.tensor([[-100, 1, 2, 3], [4, 5, 6, 7]])
+    assert OwnLoss(shifts=True).count(target) == 3 + 3
+    scores = torch.randn(2, 4, 9)
+    given, (targets,) = OwnLoss(shifts=True).paired(scores, (target,))
+    assert torch.equal(given, scores[:, :-1])
+    assert torch.equal(targets, target[:, 1:])
+    assert OwnLoss().paired(scores, (target,)) == (scores, (target,))
 
 
 def test_what_is_no_tensor_of_integers_counts_by_samples():

@@ -199,6 +199,15 @@ def far_from_zero():
     return learn
 
 
+def test_a_class_that_does_not_occur_has_no_part_in_the_area_under_the_curve():
+    x, y = make_classes(19, classes=2).tensors
+    learn = make_learner(one_loader(TensorDataset(x, y), "abc"), make_model(n_out=3), nn.CrossEntropyLoss())
+    learn.metrics = "auc"
+    scores = learn.get_preds(probs=True)[0]
+    areas = [by_hand(y == c, y == c, scores[:, c])[3] for c in (0, 1)]
+    assert learn.validate()[1] == pytest.approx(sum(areas) / 2)
+
+
 def test_r2_is_exact_far_from_zero():
     learn = far_from_zero()
     learn.metrics = "r2"

@@ -619,7 +619,7 @@ def _joined(
 
 def _listed(outputs: Sequence[Any], parts: list[Part]) -> list[Any] | None:
     """Join lists that have an entry for each sample; `None`: the outputs are no such lists."""
-    lists = [with_rows(output, part.rows) for output, part in zip(outputs, parts, strict=True)]
+    lists = [with_rows(output, part.rows, True) for output, part in zip(outputs, parts, strict=True)]
     return list(chain(*lists)) if len(parts) > 1 and all(isinstance(x, Rows) for x in lists) else None
 
 

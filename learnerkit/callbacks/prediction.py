@@ -7,14 +7,40 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.data import SubsetRandomSampler
 
+from learnerkit import distributed
 from learnerkit.callback import Callback
 from learnerkit.data.batches import Rows, concat, gather_batches, on_host, with_rows
-from learnerkit.losses import activation_of, check_predictions, decode_of, loss_arguments, loss_name, unwrap_partial
+from learnerkit.data.order import in_order, samplers_of
+from learnerkit.losses import (
+    activation_of,
+    check_predictions,
+    decode_of,
+    is_cross_entropy,
+    loss_arguments,
+    loss_name,
+    loss_option,
+    unwrap_partial,
+)
 from learnerkit.marks import collective
+from learnerkit.metrics.functions import counts
 from learnerkit.state import Learner
 from learnerkit.utils import replaced
-from learnerkit.values import describe, entries, map_batch
+from learnerkit.values import describe, entries, map_batch, same
+
+
+def whole_dataset(learn: "Learner", ds_idx: int) -> Any:
+    """Return a loader of the whole dataset of a learner's loader, in its order; warn if its sampler takes a part."""
+    dl: Any = learn.dls[ds_idx]
+    for sampler in samplers_of(dl):
+        if isinstance(sampler, SubsetRandomSampler) and len(sampler) < len(dl.dataset):
+            distributed.warn_once(
+                f"all {len(dl.dataset)} samples of the dataset of loader {ds_idx} are predicted, and its "
+                f"SubsetRandomSampler takes {len(sampler)} of them: dl=learn.dls[{ds_idx}] predicts those; or give the "
+                "loader a torch Subset, which all calls read"
+            )
+    return in_order(dl, str(ds_idx))
 
 
 class GatherPredictions(Callback):
@@ -48,7 +74,7 @@ class GatherPredictions(Callback):
         if self.with_loss:
             self._loss_func = per_sample(self.learn.loss_func)
         if self.with_decoded:
-            self._decode = decoder(self.learn.loss_func)
+            self._decode = decoder(self.learn.loss_func, self.learn.dls.target_names)
 
     def after_batch(self) -> None:
         learn = self.learn
@@ -62,7 +88,7 @@ class GatherPredictions(Callback):
         yb = learn.yb
         if learn.dls.batch_dim != 0:
             pred, xb, yb = learn.dls.samples_first(pred, xb, yb, learn.batch_size)
-        items = {"preds": with_rows(pred, learn.batch_size)}
+        items = {"preds": with_rows(pred, learn.batch_size, True)}
         if self.with_input:
             items["inputs"] = tuple(with_rows(x, learn.batch_size) for x in xb)
         if yb:
@@ -81,8 +107,15 @@ class GatherPredictions(Callback):
         loss = self._loss_func(learn.pred, *learn.yb, **loss_arguments(learn))
         if learn.dls.batch_dim != 0 and loss.shape != (learn.batch_size,):
             loss, _, _ = learn.dls.samples_first(loss, (), learn.yb, learn.batch_size)
-        # If there are several losses for each sample, the sample's loss is their mean.
-        return loss if loss.ndim == 1 and len(loss) == learn.batch_size else loss.reshape(learn.batch_size, -1).mean(1)
+        if loss.ndim == 1 and len(loss) == learn.batch_size:
+            return loss
+        # A sample that has several losses has their sum, or the mean over the targets that the loss does not ignore.
+        rows, y = loss.reshape(learn.batch_size, -1), learn.yb[0] if learn.yb else None
+        if loss_option(learn.loss_func, "reduction") in ("sum", "batchmean"):
+            return rows.sum(1)
+        if is_cross_entropy(learn.loss_func) and isinstance(y, Tensor) and y.shape == loss.shape:
+            return rows.sum(1) / counts(y, learn.loss_func).reshape(rows.shape).sum(1).clamp(min=1)
+        return rows.mean(1)
 
     @collective
     def after_validate(self) -> None:
@@ -195,7 +228,7 @@ def _each(part: Any, n: int) -> Sequence[Any]:
     "Split a model's output for a batch of `n` samples into an output for a batch of one for each sample."
     if isinstance(part, Tensor) and part.ndim and len(part) == n:
         return part.split(1)
-    part = with_rows(part, n)
+    part = with_rows(part, n, True)
     if isinstance(part, Rows):
         return [part[i : i + 1] for i in range(n)]
 
@@ -255,7 +288,9 @@ def _class_dim(pred: Any, names: Any) -> int | None:
         return None
     if callable(names):
         return -1  # These are tokens, whose scores models of transformers have in the last dimension.
-    return 1 if pred.shape[1] == len(names) else None  # Their number shows that it is a loss over classes.
+    # Their number shows that it is a loss over classes; of tokens they are last.
+    dims = [dim for dim in {1, pred.ndim - 1} if pred.shape[dim] == len(names)]
+    return dims[0] if len(dims) == 1 else None
 
 
 def _decoded(loss_func: Any, pred: Any, names: Any) -> Any:
@@ -300,8 +335,23 @@ def labelled(decoded: Any, classes: Any) -> Any:
     return classes[int(decoded)]
 
 
-def averaged(plain: Tensor, augmented: list[Tensor], beta: float | None, use_max: bool) -> Any:
-    """Combine plain and augmented predictions as `Learner.tta` describes; without `beta` return a pair."""
+def averaged(plain_reading: tuple, readings: list[tuple], beta: float | None, use_max: bool) -> Any:
+    """Combine plain and augmented predictions as `Learner.tta` describes; without `beta` return a pair.
+
+    Args:
+        plain_reading: the predictions and targets of the dataset.
+        readings: those of each augmented reading.
+        beta, use_max: as in `Learner.tta`.
+
+    Raises:
+        ValueError: predictions that are not tensors, or readings with other targets.
+    """
+    (plain, targets), augmented = plain_reading, [preds for preds, _ in readings]
+    if not all(same(targets, others) for _, others in readings):
+        raise ValueError(
+            "tta averages readings of the same samples in the same order, and the targets of one differ: give dl= a "
+            "loader of that dataset that does not shuffle"
+        )
     if not all(isinstance(p, Tensor) for p in (plain, *augmented)):
         raise ValueError(f"tta can average predictions that are tensors; the model's are {describe(plain)}")
     if use_max:
@@ -339,15 +389,22 @@ def per_sample(loss_func: Any) -> Callable[..., Tensor]:
     return partial(loss_func, reduction="none")
 
 
-def decoder(loss_func: Any) -> Callable[[Tensor], Tensor]:
+def decoder(loss_func: Any, names: Any = None) -> Callable[[Any], Any]:
     """Return the function that decodes predictions made for `loss_func`.
+
+    Args:
+        loss_func: the loss; `None`: the model's own.
+        names: the names of the classes, or `None`; their number shows where the classes of a model's own loss are.
 
     Raises:
         ValueError: the loss is none of torch's for classes or numbers, and has neither `decode` nor fastai's `decodes`.
     """
+    if loss_func is None and names is not None:
+        return partial(_decoded, None, names=names)
     if (decode := decode_of(loss_func)) is not None:
         return decode
+    loss = "the model's own loss" if loss_func is None else repr(loss_func)
     raise ValueError(
-        f"with_decoded=True: it is not known how to decode predictions for {loss_func!r}; give the loss a method "
+        f"with_decoded=True: it is not known how to decode predictions for {loss}; give the loss a method "
         "`decode(pred)`, or decode the predictions yourself"
     )

@@ -162,6 +162,8 @@ class Evaluation:
         for meter in self.meters:
             try:
                 given, yb = pred, learn.yb
+                if meter.is_of_tokens and weighting.own is not None:
+                    given, yb = weighting.own.paired(given, yb)
                 if not weighting.by_rows and isinstance(meter.metric, AccumMetric):  # it joins batches
                     given, _, yb = learn.dls.samples_first(pred, (), yb, learn.batch_size)
                 rows = weighting.rows(given, yb, learn.batch_size)

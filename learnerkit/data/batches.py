@@ -72,24 +72,26 @@ class Rows(list):
     """A list with an entry for each sample of a batch, rather than for each of several parts."""
 
 
-def with_rows(part: Any, size: int, is_whole: bool = True) -> Any:
+def with_rows(part: Any, size: int, is_output: bool = False, is_whole: bool = True) -> Any:
     """Return part of a batch of `size` samples, with `Rows` for the lists that have an entry for each sample.
 
     Args:
         part: the part; a list of `size` mappings, as detectors take and return them, has one for each sample.
         size: the number of samples.
+        is_output: a model has returned it; a tuple then has several outputs, of which some may be of the whole batch.
         is_whole: `part` is not inside another one.
     """
     if isinstance(part, Mapping):
-        return {key: with_rows(value, size, False) for key, value in part.items()}
+        return {key: with_rows(value, size, is_output, False) for key, value in part.items()}
     if not isinstance(part, tuple | list) or isinstance(part, PackedSequence) or hasattr(part, "_fields"):
         return part
     if is_whole and len(part) == size and all(isinstance(entry, Mapping) for entry in part):
         return Rows(part)
-    lengths = [len(t) if t.ndim else None for t in tensors_in(part)] if len(part) == size else [size]
-    if any(length != size for length in lengths) or not lengths:  # otherwise the entries may be several outputs
+    have_rows = [t.ndim > 0 and len(t) == size for t in tensors_in(part)]
+    are_parts = any(have_rows) if is_output and isinstance(part, tuple) else have_rows and all(have_rows)
+    if len(part) == size and not are_parts:
         return Rows(part)
-    return type(part)(with_rows(x, size, False) for x in part)
+    return type(part)(with_rows(x, size, is_output, False) for x in part)
 
 
 def concat(batches: list) -> Any:

@@ -10,6 +10,10 @@ from torch.utils.data import Sampler
 from learnerkit.data.rows import draw_seed
 
 
+class InOrder(list[list[int]]):
+    """Batches of the indices of a dataset, in its order."""
+
+
 class LengthBatches(Sampler[list[int]]):
     """A batch sampler that puts samples of similar length together, for little padding and batches of equal work.
 
@@ -75,9 +79,9 @@ class LengthBatches(Sampler[list[int]]):
         turns = torch.randperm(len(batches) - 1, generator=generator) + 1
         yield from (batches[turn].tolist() for turn in (0, *turns.tolist()))
 
-    def in_order(self) -> list[list[int]]:
+    def in_order(self) -> "InOrder":
         """Return batches of all samples in the order of the dataset, within the same number of tokens."""
-        batches: list[list[int]] = []
+        batches = InOrder()
         longest = 0
         for i, length in enumerate(self.lengths.tolist()):
             longest = max(longest, length)

@@ -138,7 +138,9 @@ def label(y: Any, classes: Sequence[str] | Callable[[Tensor], str] | None) -> st
         y = y.item()
     if isinstance(y, bool | int | float) and y == int(y if math.isfinite(y) else 0):
         return str(classes[int(y)]) if classes and 0 <= y < len(classes) else str(int(y))
-    if isinstance(y, Tensor) and y.ndim == 1 and classes and len(y) == len(classes):  # a mask of several classes
+    # Integers as many as there are classes may be classes of tokens.
+    is_mask = isinstance(y, Tensor) and y.ndim == 1 and (y.dtype == torch.bool or y.is_floating_point())
+    if is_mask and classes and len(y) == len(classes):
         return ", ".join(str(name) for name, there in zip(classes, (y > 0.5).tolist(), strict=True) if there) or "none"
     return cell(y)
 
@@ -161,16 +163,16 @@ def samples_of(dls: "DataLoaders", batch: Any, n: int) -> list[tuple[tuple, tupl
     """Return the (inputs, targets) of the first `n` samples of a batch."""
     size = dls.batch_size(batch) if dls.batch_size else max(likely_sizes(batch), default=rows_of(batch))
     xb, yb = (tuple(with_rows(part, size) for part in parts) for parts in dls.split(batch))
-    return [(tuple(nth(x, i) for x in xb), tuple(nth(y, i) for y in yb)) for i in range(min(n, size))]
+    return [(nth(xb, i, size), nth(yb, i, size)) for i in range(min(n, size))]
 
 
-def nth(part: Any, i: int) -> Any:
-    """Return the part of a batch, with `Rows`, that belongs to its `i`-th sample."""
-    if isinstance(part, Rows) or (isinstance(part, Tensor | np.ndarray) and part.ndim):
+def nth(part: Any, i: int, size: int) -> Any:
+    """Return the part of a batch of `size` samples, with `Rows`, that belongs to its `i`-th sample."""
+    if isinstance(part, Rows) or (isinstance(part, Tensor | np.ndarray) and part.ndim and len(part) == size):
         return part[i]
     if isinstance(part, Mapping):
-        return {key: nth(value, i) for key, value in part.items()}
-    return tuple(nth(x, i) for x in part) if isinstance(part, tuple | list) else part
+        return {key: nth(value, i, size) for key, value in part.items()}
+    return tuple(nth(x, i, size) for x in part) if isinstance(part, tuple | list) else part
 
 
 def show(dls: "DataLoaders", inputs: list[tuple], notes: dict[str, list[Any]], title: str = "") -> Any:

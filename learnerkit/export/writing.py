@@ -138,7 +138,10 @@ def _write_traced(learn: "Learner", path: AnyPath) -> None:
             programs.write(program, facts, path, lambda read: check("the exported program", read))
         else:
             axes = _axes(learn.dls.inputs, dict(zip(names, kwargs.values() or args, strict=True)), size)
-            _write_onnx(program, facts, path, axes, ["pred"] if isinstance(expected[0], Tensor) else None, check)
+            outputs = ["pred"] if isinstance(expected[0], Tensor) else None
+            if isinstance(expected[0], Mapping) and all(isinstance(t, Tensor) for t in expected[0].values()):
+                outputs = list(expected[0])
+            _write_onnx(program, facts, path, axes, outputs, check)
 
 
 def input_names(learn: "Learner", n: int) -> list[str]:

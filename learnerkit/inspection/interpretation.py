@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
 from learnerkit import arguments, distributed
-from learnerkit.callbacks.prediction import decoder, per_sample
+from learnerkit.callbacks.prediction import decoder, per_sample, whole_dataset
 from learnerkit.data.batches import loader_len, with_rows
-from learnerkit.data.order import first_batch, in_order, keep_seeds
+from learnerkit.data.lengths import InOrder
+from learnerkit.data.order import first_batch, keep_seeds
 from learnerkit.data.show import DRAWN, WRONG, Table, label, note, nth, pyplot, samples_of, show
 from learnerkit.losses import loss_option
 from learnerkit.marks import collective
@@ -76,7 +77,7 @@ class ClassificationInterpretation:
         Args:
             learn: with a model that scores classes.
             ds_idx: the dataset, by its loader.
-            dl: a loader instead.
+            dl: a loader instead, read in its own order; `top_losses` then returns places in this reading.
 
         Raises:
             ValueError: predictions and targets that are not of one class for each sample.
@@ -86,7 +87,8 @@ class ClassificationInterpretation:
             with_loss = True
         except ValueError:
             with_loss = False
-        preds, targets, *losses = learn.get_preds(ds_idx, dl, with_loss=with_loss)
+        dl = whole_dataset(learn, ds_idx) if dl is None else dl
+        preds, targets, *losses = learn.get_preds(dl=dl, with_loss=with_loss)
         decoded = decode(learn.loss_func, preds, targets)
         found, actual = (_classes(x) for x in (decoded, targets))
         if found is None or actual is None or len(found) != len(actual):
@@ -97,7 +99,6 @@ class ClassificationInterpretation:
                 " (errors.html#decode)"
             )
         actual = actual.masked_fill(actual == loss_option(learn.loss_func, "ignore_index", -100), -1)
-        dl = in_order(learn.dls[ds_idx], str(ds_idx)) if dl is None else dl
         return cls(learn.dls, dl, preds, actual, found, losses[0] if losses else None)
 
     def confusion_matrix(self) -> Tensor:
@@ -219,7 +220,8 @@ class ClassificationInterpretation:
         dataset = getattr(self.dl, "dataset", None)
         batches = getattr(self.dl, "batch_sampler", None)
         sampler = getattr(self.dl if batches is None else batches, "sampler", None)
-        if not isinstance(sampler, SequentialSampler) or loader_len(dataset) != len(self.preds):
+        is_in_order = isinstance(sampler, SequentialSampler) or isinstance(batches, InOrder)
+        if not is_in_order or loader_len(dataset) != len(self.preds):
             raise ValueError(
                 "the inputs cannot be found: the loader does not read a dataset with lengths and indices in its own "
                 "order; learn.get_preds(dl=..., with_input=True) returns them, and top_losses their places"
@@ -263,15 +265,18 @@ def show_results(learn: "Learner", n: int, ds_idx: int) -> Any:
     if not distributed.is_main():
         return None
     decoded, classes = decode(learn.loss_func, preds, targets), dls.target_names
-    rows = with_rows(preds if decoded is None else decoded, len(samples))
-    answers = [nth(rows, i) for i in range(len(samples))]
+    size = len(samples)
+    rows, made = with_rows(preds if decoded is None else decoded, size, True), with_rows(targets, size)
+    answers = [nth(rows, i, size) for i in range(size)]
+    # A collate function or a callback may make the targets.
+    given = [y or (nth(made, i, size),) for i, (_, y) in enumerate(samples)]
     if targets is None or decoded is None or dls.targets in DRAWN:
-        notes = {} if targets is None else {"target": [note(y, dls) for _, y in samples]}
+        notes = {} if targets is None else {"target": [note(y, dls) for y in given]}
         notes["prediction"] = [
             label(p, None) if decoded is None and dls.targets is None else note(p, dls) for p in answers
         ]
     else:
-        notes = _notes((y if len(y) > 1 else y[0] for _, y in samples), answers, classes)
+        notes = _notes((y if len(y) > 1 else y[0] for y in given), answers, classes)
     return show(dls, [x for x, _ in samples], notes, "target and prediction" if len(notes) > 1 else "prediction")
 
 

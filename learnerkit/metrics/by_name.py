@@ -1,13 +1,17 @@
 """Metrics by name: those of this package, and those of torchmetrics that fit the learner's loss and classes."""
 
+import warnings
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from learnerkit.losses import ACTIVATIONS, DECODINGS, loss_name, loss_option, rules
 from learnerkit.metrics.functions import accuracy, accuracy_multi, error_rate, mae, mse, top_k_accuracy, wide
 from learnerkit.metrics.objects import perplexity, rmse
 from learnerkit.text import did_you_mean
+from learnerkit.utils import listify
 from learnerkit.values import describe
 
 _FUNCTIONS = (accuracy, accuracy_multi, error_rate, mae, mse, perplexity, rmse, top_k_accuracy)
@@ -21,6 +25,24 @@ _OF_PROBABILITIES = ("auc",)  # all others take decoded predictions
 
 _TASKS = {"argmax": "Multiclass", "above 0": "Binary", "above 0.5": "Binary", "itself": ""}
 """The names of tasks in torchmetrics, by how predictions are decoded."""
+
+
+def _of_classes_that_occur(kind: Any) -> Any:
+    """Return a class of torchmetrics' whose value is the mean over the classes that have positive and negative samples.
+
+    Others have no curve. torchmetrics warns of each, and counts the area under it as 0.
+    """
+
+    class OfClassesThatOccur(kind):
+        def compute(self) -> Tensor:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="No (positive|negative) samples in targets")
+                values: Tensor = super().compute()
+            target = torch.cat(listify(self.target))
+            is_class = target == 1 if target.ndim > 1 else F.one_hot(target, len(values)) == 1
+            return values[is_class.any(0) & ~is_class.all(0)].mean()
+
+    return OfClassesThatOccur
 
 
 class OfTorchmetrics:
@@ -56,8 +78,9 @@ class OfTorchmetrics:
             task = "Multilabel"
         if task is None or (task == "Multiclass" and not n) or (task == "") != (name == "r2"):
             loss = "the model's loss" if loss_func is None else loss_name(loss_func)
-            named = "give DataLoaders(classes=[...]) the names, or " if name != "r2" else ""
-            line = f"classification.Multiclass{_CLASSES[name]}(num_classes=10)" if named else "regression.R2Score()"
+            named = "give DataLoaders(classes=[...]) the names, or " if name != "r2" and not n else ""
+            line = f"classification.Multiclass{_CLASSES[name]}(num_classes=10)"
+            line = "regression.R2Score()" if name == "r2" else line
             raise ValueError(
                 f"the metric {name!r} does not know its task by {loss} and {n or 'no'} names of classes: {named}take "
                 f"an object of torchmetrics, such as torchmetrics.{line}"
@@ -72,7 +95,10 @@ class OfTorchmetrics:
         }
         self._name, self._task = name, task
         self._rule = ACTIVATIONS[str(activates)] if name in _OF_PROBABILITIES else DECODINGS[str(decodes)]
-        self.metric = getattr(classification if task else regression, task + _CLASSES[name])(**options.get(task, {}))
+        kind = getattr(classification if task else regression, task + _CLASSES[name])
+        if name == "auc" and task in options:
+            kind, options[task]["average"] = _of_classes_that_occur(kind), "none"
+        self.metric = kind(**options.get(task, {}))
 
     def given(self, pred: Tensor, target: Tensor) -> tuple[Tensor, tuple[Tensor]]:
         """Turn a batch's predictions and targets into the arguments of the metric's `update`.

@@ -20,7 +20,7 @@ from learnerkit.metrics import libraries
 from learnerkit.metrics.by_name import OWN, OfTorchmetrics
 from learnerkit.metrics.combining import combine_states, holders_of, known_torchmetrics, moved, needs_batches
 from learnerkit.metrics.functions import SHARES
-from learnerkit.metrics.objects import Metric, metric_name
+from learnerkit.metrics.objects import Metric, metric_name, perplexity
 from learnerkit.state import State
 from learnerkit.utils import listify, unbound
 from learnerkit.values import describe, map_batch, tensors_in
@@ -120,10 +120,13 @@ class Meter:
     Attributes:
         columns: the names of its columns: one, or of a metric that computes a dict one for each number in it, which are
             known once it has computed them.
+        is_of_tokens: it compares scores with the targets at the same places, and knows of no loss that shifts them.
     """
 
     def __init__(self, metric: Any, name: str | None = None) -> None:
         self.metric, self.name = metric, name or metric_name(metric)
+        inner = unbound(metric)[0]
+        self.is_of_tokens = isinstance(inner, perplexity) or any(inner is known for known in SHARES)
         self.columns, self._prefix = [self.name], f"{name}_" if name else ""
 
     def reset(self) -> None:
@@ -318,7 +321,7 @@ class GatheringMeter(Meter):
 
     def update(self, place: int, size: int, pred: Any, targets: tuple) -> None:
         """Keep a batch on the host."""
-        self.batches.append((place, on_host(tuple(with_rows(x, size) for x in (pred, *targets)))))
+        self.batches.append((place, on_host((with_rows(pred, size, True), *(with_rows(y, size) for y in targets)))))
 
     def state_dict(self) -> State:
         return {"batches": list(self.batches)}

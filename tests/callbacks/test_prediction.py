@@ -11,9 +11,19 @@ import torch
 from helpers import make_classes, make_data, make_dls, make_learner, make_model, mostly_slow, raising
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler, TensorDataset
 
-from learnerkit import Callback, CancelBatchException, DataLoaders, MCDropout, load_learner, set_seed
+from learnerkit import (
+    AccumMetric,
+    Callback,
+    CancelBatchException,
+    DataLoaders,
+    Learner,
+    MCDropout,
+    SplitBatch,
+    load_learner,
+    set_seed,
+)
 from learnerkit.distributed import seeds
 
 
@@ -80,6 +90,39 @@ def test_losses_of_several_elements_are_the_samples_means():
         learn = make_learner(dls, make_model(n_out=2), loss)
         preds, targets, losses = learn.get_preds(with_loss=True)
         torch.testing.assert_close(losses, ((preds - targets) ** 2).mean(1))
+
+
+def test_the_loss_of_a_sample_does_not_depend_on_what_is_beside_it():
+    class Tags(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Linear(2, 3)
+
+        def forward(self, x):
+            return self.body(x).transpose(1, 2)
+
+    def padded(batch):
+        x, y = zip(*batch, strict=True)
+        return nn.utils.rnn.pad_sequence(x, True), nn.utils.rnn.pad_sequence(y, True, padding_value=-100)
+
+    data = [(torch.randn(n, 2), torch.arange(n) % 3) for n in (3, 7, 5)]
+    learn = make_learner(DataLoaders.from_datasets(data, data, bs=3, collate_fn=padded), Tags(), nn.CrossEntropyLoss())
+    together = learn.get_preds(with_loss=True)[-1]
+    alone = learn.get_preds(dl=DataLoader(data, 1, collate_fn=padded), with_loss=True)[-1]
+    torch.testing.assert_close(together, alone)
+    torch.testing.assert_close(alone[0], F.cross_entropy(learn.model.eval()(data[0][0][None]), data[0][1][None]))
+    learn = make_learner(make_dls(8, 7), make_model(n_out=3), nn.MSELoss(reduction="sum"))
+    losses = learn.get_preds(dl=[(row[None], torch.ones(1, 3)) for row in torch.eye(4)], with_loss=True)[-1]
+    torch.testing.assert_close(losses, (learn.model(torch.eye(4)) - 1).square().sum(1))
+
+
+def test_a_sampler_of_a_part_of_the_dataset_is_told():
+    data = make_classes(9)
+    dls = DataLoaders(DataLoader(data, 4), DataLoader(data, 4, sampler=SubsetRandomSampler(range(5))), device="cpu")
+    learn = make_learner(dls, make_model(n_out=3), nn.CrossEntropyLoss())
+    with pytest.warns(UserWarning, match="all 9 samples of the dataset of loader 1 .* takes 5 of them: dl=learn.dls"):
+        assert len(learn.get_preds()[0]) == 9
+    assert len(learn.get_preds(dl=dls[1])[0]) == 5
 
 
 def make_regression(n, seed):
@@ -357,6 +400,12 @@ def test_a_loader_may_augment_by_itself():
     assert not torch.allclose(preds, learn.get_preds()[0])
 
 
+def test_tta_refuses_a_loader_that_reads_in_another_order():
+    learn = classifier()
+    with pytest.raises(ValueError, match="same samples in the same order, and the targets of one differ"):
+        learn.tta(dl=DataLoader(learn.dls.valid_ds, 4, shuffle=True))
+
+
 def test_tta_needs_what_augments():
     learn = make_learner()
     for args in ({}, {"dl": learn.dls.valid, "batch_tfms": flips}):
@@ -395,6 +444,45 @@ def test_a_list_with_an_entry_for_each_sample_is_joined_by_samples():
     assert [len(p["boxes"]) for p in preds] == [1, 2, 1, 2, 1, 2, 1]
     (one, two), _ = make_learner(make_dls(6, bs=2), Heads()).get_preds()
     assert torch.equal(2 * one, two)
+
+
+class TwoOutputs(nn.Module):
+    """Returns two outputs, of which the second one belongs to the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.body(x), x.sum(0, keepdim=True)
+
+
+def several(n):
+    def loss(pred, y):
+        return F.mse_loss(pred[0], y)
+
+    set_seed(3)
+    learn = make_learner(make_dls(8, n, 4), TwoOutputs().eval(), loss, metrics=AccumMetric(loss, name="mse"))
+    return learn, learn.dls.valid_ds.tensors[0]
+
+
+def test_several_outputs_stay_several_in_a_batch_with_as_many_samples():
+    for n in (7, 6):  # the last batch has 3 samples, or 2
+        learn, x = several(n)
+        (pred, sums), _ = learn.get_preds()
+        torch.testing.assert_close(pred, learn.model(x)[0])
+        assert sums.shape == (2, 4)
+        assert learn.validate()[0] == pytest.approx(learn.validate()[1])
+        assert len(learn.show_results(2).rows) == 2
+    both = learn.predict_many([x[0], x[1]])
+    for one, row in zip(both, x, strict=False):
+        torch.testing.assert_close(one.pred[0], learn.model(row[None])[0][0])
+    trained = []
+    for cbs in ([], [SplitBatch(2)]):
+        learn, _ = several(6)
+        learn.fit(1, cbs=cbs)
+        trained.append(learn.model.body.weight)
+    torch.testing.assert_close(*trained)
 
 
 # One input
@@ -475,6 +563,20 @@ def test_predict_decodes_where_somebody_knows_how():
     assert label == [name for name, score in zip("abc", pred, strict=True) if score > pred.mean()]
     learn.loss_func = None
     assert learn.predict(x).label == "abc"[learn.predict(x).pred.argmax()]
+    preds, _, decoded = learn.get_preds(dl=[x[None]], with_decoded=True)
+    assert torch.equal(decoded, preds.argmax(1))
+
+
+@pytest.mark.parametrize(("tokens", "right"), [(4, True), (3, False)])
+def test_classes_of_tokens_are_in_the_last_dimension_unless_there_are_as_many_tokens(tokens, right):
+    class Tags(nn.Embedding):
+        def forward(self, x):
+            return {"logits": super().forward(x), "loss": torch.zeros(())}
+
+    data = [(torch.arange(tokens), torch.zeros(tokens).long())] * 4
+    learn = Learner(DataLoaders.from_datasets(data, data, classes="abc", device="cpu"), Tags(9, 3))
+    decoded = learn.predict(data[0][0]).decoded
+    assert torch.equal(decoded, learn.model.weight[:tokens].argmax(1)) if right else decoded is None
 
 
 def test_predict_has_the_precision_of_the_learner_and_needs_no_torch_loader():

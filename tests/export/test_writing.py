@@ -188,6 +188,24 @@ def test_onnx_runs_on_batches_of_any_size(kind):
         load_learner(path)
 
 
+@pytest.mark.slow
+@pytest.mark.soak
+def test_outputs_of_onnx_have_the_names_of_the_models_entries():
+    onnxruntime = pytest.importorskip("onnxruntime")
+
+    class Heads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = nn.Linear(4, 3), nn.Linear(4, 1)
+
+        def forward(self, x):
+            return {"classes": self.one(x), "number": self.two(x)}
+
+    learn = make_learner(model=Heads(), loss_func=lambda pred, y: (pred["number"] - y).square().mean())
+    session = onnxruntime.InferenceSession(str(learn.export("heads.onnx")), providers=["CPUExecutionProvider"])
+    assert [each.name for each in session.get_outputs()] == ["classes", "number"]
+
+
 def test_onnx_without_its_packages_is_an_error_that_names_the_extra(monkeypatch):
     monkeypatch.setattr("learnerkit.export.writing.find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"needs onnx and onnxscript: pip install 'learnerkit\[onnx\]'"):

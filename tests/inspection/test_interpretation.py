@@ -167,6 +167,29 @@ def test_results_come_from_all_over_the_dataset():
     for row, actual, scores in zip(table.rows, y[::10], x[::10], strict=True):
         said = NAMES[scores.argmax()]
         assert row[3:] == [NAMES[actual], said if said == NAMES[actual] else f"wrong: {said}"]
+    data = [{"x": row, "label": label} for row, label in zip(x, y.tolist(), strict=True)]
+
+    def collate(batch):
+        return {"x": torch.stack([s["x"] for s in batch]), "labels": torch.tensor([s["label"] for s in batch])}
+
+    class Scores(nn.Module):
+        def forward(self, x):
+            return x
+
+    class Tokens(nn.Embedding):
+        def __init__(self):
+            super().__init__(12, 3)
+
+        def forward(self, x):
+            return super().forward(x).transpose(1, 2)
+
+    dls = DataLoaders.from_datasets(data, data, bs=8, collate_fn=collate, device="cpu", classes=NAMES)
+    made = make_learner(dls, Scores(), nn.CrossEntropyLoss()).show_results(n=4)
+    assert [row[-2:] for row in made.rows] == [row[-2:] for row in table.rows]
+    tokens = TensorDataset(torch.arange(12).view(4, 3), torch.tensor([[0, 1, 2], [2, 2, 0], [1, 1, 1], [0, 0, 0]]))
+    dls = DataLoaders.from_datasets(tokens, tokens, bs=4, device="cpu", classes=NAMES)
+    shown = make_learner(dls, Tokens(), nn.CrossEntropyLoss()).show_results(n=2)  # as many tokens as classes
+    assert [row[-2] for row in shown.rows] == ["0 1 2", "1 1 1"]
     regression = make_learner().show_results(n=2)
     assert regression.names == ["0", "1", "2", "3", "target", "prediction"]
     assert not any("wrong" in row[-1] for row in regression.rows)

@@ -9,7 +9,7 @@ from text_jobs import WORDS, Bag, Next, OwnNext, count_next, make_data, make_str
 from torch import nn
 from torch.nn import functional as F
 
-from learnerkit import Callback, Learner, accuracy, load_learner, perplexity, set_seed
+from learnerkit import Callback, ClassificationInterpretation, Learner, accuracy, load_learner, perplexity, set_seed
 from learnerkit.language.codec import train_tokenizer
 from learnerkit.language.data import TextData
 
@@ -211,6 +211,8 @@ def test_texts_are_shown_as_texts():
     ]
     learn = Learner(dls, Bag(dls.data.vocab_size), nn.CrossEntropyLoss())
     assert str(learn.show_results(3)).splitlines()[0].split() == ["text", "target", "prediction"]
+    top = ClassificationInterpretation.from_learner(learn).plot_top_losses(2)
+    assert str(top).splitlines()[0].split() == ["text", "target", "prediction", "loss"]
 
 
 def test_next_tokens_are_shown_as_text():

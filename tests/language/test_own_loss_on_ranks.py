@@ -1,5 +1,7 @@
 """What the losses of transformers' models average over: they get it, and steps of several ranks are those of one."""
 
+import math
+
 import pytest
 import torch
 from helpers import mostly_soak
@@ -8,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from learnerkit import Callback, DataLoaders, Learner, distributed
+from learnerkit import Callback, DataLoaders, Learner, accuracy, distributed, perplexity
 from learnerkit.losses import own_loss_of
 
 pytestmark = [
@@ -140,6 +142,18 @@ def test_what_is_known_of_other_models():
         assert own.is_known((target,)) is known, type(model)
         assert not own.shifts
     assert own_loss_of(hf.SegformerForSemanticSegmentation(hf.SegformerConfig())).count(maps) == 0
+
+
+@pytest.mark.parametrize("name", SHIFTED)
+def test_metrics_compare_scores_with_the_tokens_of_which_they_are(name):
+    learn = make_learner(name)
+    learn.metrics = [accuracy, perplexity]
+    loss, share, perplexed = learn.validate()
+    assert perplexed == pytest.approx(math.exp(loss), rel=1e-6)
+    rows = list(learn.dls.valid)
+    pairs = [(learn.model(**batch).logits[:, :-1].argmax(-1), batch["labels"][:, 1:]) for batch in rows]
+    right = sum(int((said == y)[y >= 0].sum()) for said, y in pairs)
+    assert share == pytest.approx(right / sum(int((y >= 0).sum()) for _, y in pairs))
 
 
 @pytest.mark.parametrize("name", MODELS)
