@@ -9,6 +9,7 @@ import torch
 from helpers import make_classes, make_data, make_dls, make_learner, make_model
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import TensorDataset
 
 from learnerkit import (
     AccumMetric,
@@ -255,6 +256,14 @@ def test_root_of_the_mean_is_not_the_mean_of_roots():
     pred, target = torch.tensor([1.0, 2.0, 10.0]), torch.zeros(3)
     found = evaluate(rmse, (2, 1), pred, target)
     assert found["rmse"] == pytest.approx((105 / 3) ** 0.5)
+
+
+def test_a_share_of_one_target_says_so_where_there_are_two():
+    data = TensorDataset(torch.randn(8, 4), torch.arange(8) % 3, torch.arange(8) % 2)
+    dls = DataLoaders.from_datasets(data, data, n_inp=1, device="cpu")
+    learn = make_learner(dls, make_model(n_out=3), lambda pred, y, z: F.cross_entropy(pred, y), metrics=accuracy)
+    with pytest.raises(ValueError, match="accuracy takes one target, and the batch has 2: choose one in a function"):
+        learn.validate()
 
 
 def test_perplexity_leaves_ignored_targets_out():

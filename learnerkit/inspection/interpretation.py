@@ -242,9 +242,15 @@ def _classes(x: Any) -> Tensor | None:
     return x.long() if whole else None
 
 
+def _without_padding(p: Any, y: Any) -> Any:
+    """Cut a prediction for a row of tokens, which has the length of the longest of its batch, to that of its target."""
+    are_rows = isinstance(p, Tensor) and isinstance(y, Tensor) and p.ndim == y.ndim == 1
+    return p[: len(y)] if are_rows else p
+
+
 def _notes(targets: Iterable[Any], found: Iterable[Any], classes: Any) -> dict[str, list[str]]:
     """Return the texts to show with samples: their targets and decoded predictions, with wrong ones marked."""
-    pairs = [(label(y, classes), label(p, classes)) for y, p in zip(targets, found, strict=True)]
+    pairs = [(label(y, classes), label(_without_padding(p, y), classes)) for y, p in zip(targets, found, strict=True)]
     mark = "" if callable(classes) else WRONG  # A text may be right in part.
     return {"target": [y for y, _ in pairs], "prediction": [p if p == y else mark + p for y, p in pairs]}
 

@@ -278,7 +278,14 @@ class MeanMeter(Meter):
 
     def _weighed(self, size: int, pred: Any, targets: tuple) -> tuple[Any, int | Tensor]:
         "Return the mean of a batch, and its weight."
-        return (self.metric(pred, *targets), size) if self._share is None else self._share(pred, *targets)
+        if self._share is None:
+            return self.metric(pred, *targets), size
+        if len(targets) > 1:
+            raise ValueError(
+                f"{self.name} takes one target, and the batch has {len(targets)}: choose one in a function of your "
+                "own, such as `lambda pred, y, z: accuracy(pred, y)`"
+            )
+        return self._share(pred, *targets)
 
     def update(self, place: int, size: int, pred: Any, targets: tuple) -> None:
         """Add the mean of a batch; it stays on the device."""

@@ -190,6 +190,15 @@ def test_results_come_from_all_over_the_dataset():
     dls = DataLoaders.from_datasets(tokens, tokens, bs=4, device="cpu", classes=NAMES)
     shown = make_learner(dls, Tokens(), nn.CrossEntropyLoss()).show_results(n=2)  # as many tokens as classes
     assert [row[-2] for row in shown.rows] == ["0 1 2", "1 1 1"]
+    rows = [(torch.arange(n), torch.arange(n) % 3) for n in (2, 4)]
+
+    def padded(batch):
+        x, y = zip(*batch, strict=True)
+        return nn.utils.rnn.pad_sequence(x, True), nn.utils.rnn.pad_sequence(y, True, padding_value=-100)
+
+    dls = DataLoaders.from_datasets(rows, rows, bs=4, collate_fn=padded, device="cpu")
+    shown = make_learner(dls, Tokens(), nn.CrossEntropyLoss()).show_results(n=2)
+    assert [len(row[-1].removeprefix("wrong: ").split()) for row in shown.rows] == [2, 4]
     regression = make_learner().show_results(n=2)
     assert regression.names == ["0", "1", "2", "3", "target", "prediction"]
     assert not any("wrong" in row[-1] for row in regression.rows)
