@@ -95,7 +95,7 @@ def stream(workers, n=22):
 
 
 @pytest.mark.parametrize(
-    ("workers", "split"), [("no workers", True), pytest.param("workers", False, marks=pytest.mark.slow)]
+    ("workers", "split"), [("no workers", True), pytest.param("workers", False, marks=pytest.mark.soak)]
 )
 @pytest.mark.filterwarnings("ignore:.*batches of this epoch are read again")
 def test_t8_a_stream_goes_on_in_another_number_of_ranks(workers, split):
@@ -214,8 +214,8 @@ class Numbered(Stream):
         self.n = 20 + distributed.rank()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("uneven", ["stop", pytest.param("join", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("uneven", ["stop", "join"])
 @pytest.mark.filterwarnings("ignore:the data of rank", "ignore:.*batches of this epoch are read again")
 def test_parts_of_ranks_go_on_each_by_its_own_state(uneven):
     how = {"sharded": True, "uneven": uneven}

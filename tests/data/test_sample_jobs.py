@@ -6,10 +6,7 @@ from helpers import results_of
 from sample_jobs import JOBS, REFUSED, do
 
 QUICK = ["dataclass", "mapping, stream", "detection", "graphs, accumulated"]
-SLOW = [
-    "positions first, sizes of the sampler", "packed", "nodes, stream", "mapping, told", "left out", "scalar first",
-    "lists", "adjacency, accumulated",
-]  # fmt: skip
+SLOW = ["positions first, sizes of the sampler", "packed", "nodes, stream"]
 """The others are for `pytest -m soak`."""
 
 

@@ -70,7 +70,7 @@ def test_a_collection_has_a_column_for_each_of_its_metrics(found, name):
     ("n", "name"),
     [
         pytest.param(2, "plain", id="2-ranks-plain", marks=pytest.mark.slow),
-        pytest.param(2, "used", id="2-ranks-used", marks=pytest.mark.slow),
+        pytest.param(2, "used", id="2-ranks-used", marks=pytest.mark.soak),
         pytest.param(3, "named", id="3-ranks-named", marks=pytest.mark.soak),
     ],
 )

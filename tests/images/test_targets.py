@@ -209,7 +209,7 @@ def test_a_transform_may_be_a_function_and_draws_for_each_picture(table):
     ("targets", "loss", "shape"),
     [("classes", nn.BCEWithLogitsLoss, (2,)), ("numbers", nn.MSELoss, (1,)), ("points", nn.MSELoss, (1, 2))],
 )
-@pytest.mark.parametrize("suffix", ["safetensors", pytest.param("pt2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("suffix", ["safetensors", pytest.param("pt2", marks=pytest.mark.soak)])
 def test_vision_learner_fits_the_kind_and_its_export_predicts(table, targets, loss, shape, suffix, capsys):
     data = data_of(table, targets)
     learn = make_learner(loaders(data, transform=v2.RandomHorizontalFlip() if targets == "classes" else None))

@@ -598,7 +598,7 @@ with learn.distrib_ctx(nproc=2):
     assert shown.error == "", shown.traceback
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_rank_0_is_seen_live(kernel):
     shown = kernel.run("""
 import matplotlib.pyplot as plt

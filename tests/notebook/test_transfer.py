@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import halves, make_data, make_learner, make_model, mostly_slow, raising
+from helpers import halves, make_data, make_learner, make_model, mostly_soak, raising
 from torch import nn
 from torch.optim import SGD, AdamW
 
@@ -275,7 +275,7 @@ def assert_as_here(name, runs):
     return here, there
 
 
-@pytest.mark.parametrize("name", mostly_slow(LEARNERS, "lazy", "growing", "adversary"))
+@pytest.mark.parametrize("name", mostly_soak(LEARNERS, "lazy", "growing", "adversary"))
 def test_a_learner_is_afterwards_as_if_it_had_run_here(name):
     here, there = assert_as_here(name, fits)
     if name == "metric":

@@ -13,7 +13,7 @@ import one_rank
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import mostly_slow, step_gradient
+from helpers import mostly_slow, mostly_soak, step_gradient
 from launching import SCRIPTS, environment, in_time
 from one_rank import Do, throw
 from torch import nn
@@ -231,8 +231,8 @@ class Meets(Callback):
 
 @on_ranks
 @kinds(CancelFitException, slow=[CancelBatchException, CancelTrainException, KeyboardInterrupt])
-@pytest.mark.parametrize("event", mostly_slow(["after_batch", "after_step", "before_step"], "after_step"))
-@pytest.mark.parametrize("late", mostly_slow([False, True], True), ids=["read at once", "read late"])
+@pytest.mark.parametrize("event", mostly_soak(["after_batch", "after_step", "before_step"], "after_step"))
+@pytest.mark.parametrize("late", mostly_soak([False, True], True), ids=["read at once", "read late"])
 def test_a_cancel_before_a_collective_of_the_users_own_ends_well(kind, event, late):
     learn = make_learner([Do(event, action_of(exception(kind)), order=5), Meets(), *([Late()] if late else [])])
     error, took = fit(learn)

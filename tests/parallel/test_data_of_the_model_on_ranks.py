@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from helpers import mostly_slow
+from helpers import mostly_slow, mostly_soak
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -102,7 +102,7 @@ def fit(learn, epochs=1, **options):
             learn.fit(epochs)
 
 
-@pytest.mark.parametrize("kind", mostly_slow(KINDS, *list(KINDS)[1::2]))
+@pytest.mark.parametrize("kind", mostly_soak(KINDS, *list(KINDS)[1::2]))
 @pytest.mark.parametrize(
     "options", [{}, {"split_batches": True}, pytest.param({"split_batches": False}, marks=pytest.mark.slow)],
     ids=["1", "cut", "turns"],

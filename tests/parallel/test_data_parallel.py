@@ -401,7 +401,7 @@ def equal(a, b):
     close(a.get_preds(), b.get_preds())
 
 
-@pytest.mark.parametrize("on_replicas", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("on_replicas", [True, pytest.param(False, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("case", CASES)
 def test_several_devices_equal_one(three_gpus, case, on_replicas):
     one, several = learner(case), learner(case, on_replicas)

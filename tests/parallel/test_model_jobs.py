@@ -21,7 +21,7 @@ QUICK = [
     "SAM that needs a closure", "a _backward of its own, of experts", "cancel in a forward hook, on one rank",
     "a buffer of features",
 ]  # fmt: skip
-"""Of the others every fourth is for `pytest -m slow`, and all on one process; the rest is for `pytest -m soak`."""
+"""Of the others every sixteenth is for `pytest -m slow`; the rest is for `pytest -m soak`."""
 
 LEAVES = "cancel in a forward hook"
 """Steps that all ranks leave out have a place in the recorder's losses on several ranks alone."""
@@ -35,7 +35,7 @@ def on_ranks(*numbers):
     found = []
     for n in numbers:
         for i, job in enumerate(JOBS):
-            marks = pytest.mark.slow if n == 2 and i % 4 == 1 else pytest.mark.soak
+            marks = pytest.mark.slow if n == 2 and i % 16 == 1 else pytest.mark.soak
             found.append(pytest.param(n, job, marks=() if n == 2 and job in QUICK else marks, id=f"{n}-ranks-{job}"))
     return pytest.mark.parametrize(("n", "job"), found)
 
@@ -56,10 +56,10 @@ def test_a_job_equals_one_process_or_is_refused(found, n, job):
 
 
 # The others are compared above, where a job that fails on one process fails, too.
-ALONE = [job for i, job in enumerate(JOBS) if job in REFUSED or "one rank" in job or (i % 4 != 1 and job not in QUICK)]
+ALONE = [job for i, job in enumerate(JOBS) if job in REFUSED or "one rank" in job or (i % 16 != 1 and job not in QUICK)]
 
 
-@pytest.mark.parametrize("job", [pytest.param(j, marks=[] if j in QUICK else [pytest.mark.slow]) for j in ALONE])
+@pytest.mark.parametrize("job", [pytest.param(j, marks=[] if j in QUICK else [pytest.mark.soak]) for j in ALONE])
 def test_every_job_works_on_one_process(found, job):
     assert "error" not in found[1, job][0], found[1, job][0]["error"]
 

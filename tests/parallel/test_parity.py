@@ -21,7 +21,8 @@ SLOW_ON_TWO = [
 # Combinations of a loss and a way of which others stand for the same
 SOAK_ON_TWO = [
     *(f"{loss}: {way}" for loss in ("class weights", "ignore_index", "own tokens") for way in WAYS[2:]),
-    "tokens: samples", "own shifted: batches per rank", "own tokens: micro-batches", "generator", "regression",
+    *(f"{loss}: {way}" for loss in ("tokens", "sum", "own shifted") for way in WAYS[2:]),
+    "tokens: micro-batches", "own tokens: micro-batches", "generator", "regression", "drop_last", "weighted",
 ]  # fmt: skip
 OTHERS = ["lengths", "predictions", "batch_norm"]
 
@@ -47,7 +48,7 @@ JOBS = {1: ALL, 2: ALL, 3: ON_THREE, 4: ON_FOUR}
 
 def later(n, job):
     """The marks of a job on so many processes."""
-    if n == 4 or (n == 3 and job not in SLOW_ON_THREE) or (n == 2 and job in SOAK_ON_TWO):
+    if n == 4 or (n == 3 and job not in SLOW_ON_THREE) or (n < 3 and job in SOAK_ON_TWO):
         return [pytest.mark.soak]
     return [pytest.mark.slow] if n == 3 or job in SLOW_ON_TWO else []
 

@@ -68,14 +68,7 @@ PIECES = {name: piece for piece, names in REFUSED.items() for name in names}
 PIECES_OF_THREE = {"callback's own backward pass of the data, accumulated": "are those of p.full_tensor()"}
 """Where a parameter has fewer rows than there are ranks, torch cannot add a gradient of all of it to that of rows."""
 
-REPRESENTATIVE = [
-    "lazy layers, one cycle",
-    "checkpoint of a shared module",
-    "frozen in mid-epoch",
-    "a NaN on one rank",
-    "forward by parts",
-    "a _backward of its own, in two passes",
-]
+REPRESENTATIVE = ["lazy layers, one cycle", "forward by parts", "a _backward of its own, in two passes"]
 """The others are for `pytest -m soak`."""
 
 

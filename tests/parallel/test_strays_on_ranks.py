@@ -99,7 +99,7 @@ DIFFERENT = {
 
 
 @on_ranks
-@pytest.mark.parametrize("event", ["after_batch", pytest.param("after_epoch", marks=SLOW)])
+@pytest.mark.parametrize("event", ["after_batch", pytest.param("after_epoch", marks=SOAK)])
 @pytest.mark.parametrize("name", mostly_slow(DIFFERENT, "sizes", "calls", "ours"))
 def test_collectives_that_differ_are_an_error_on_every_rank(name, event):
     error, took = run(make_learner(once(event, lambda learn: DIFFERENT[name](), ranks=range(N))))
@@ -242,7 +242,7 @@ ENDINGS = {
 
 
 @on_ranks
-@pytest.mark.parametrize("how", [pytest.param(how, marks=SLOW if how == "well" else SOAK) for how in ENDINGS])
+@pytest.mark.parametrize("how", [pytest.param(how, marks=SOAK) for how in ENDINGS])
 def test_nothing_of_a_run_is_left_to_the_garbage_collector(how):
     check_nothing_is_left(how)
 

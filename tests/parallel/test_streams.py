@@ -5,7 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from helpers import mostly_slow
+from helpers import mostly_slow, mostly_soak
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
@@ -110,7 +110,7 @@ def batches(n, size):
     return [list(range(n))[i : i + size] for i in range(0, n, size)]
 
 
-@pytest.mark.parametrize("split", mostly_slow([True, False], False), ids=["batches cut", "batches per rank"])
+@pytest.mark.parametrize("split", mostly_soak([True, False], False), ids=["batches cut", "batches per rank"])
 @pytest.mark.parametrize(
     ("n", "workers", "aware"),
     mostly_slow([(23, 0, False), (22, 2, True), (3, 0, False)], (23, 0, False), (3, 0, False)),

@@ -72,7 +72,7 @@ def test_a_loop_trains(name):
 
 
 @pytest.mark.ranks(2, soak=[3])
-@pytest.mark.parametrize("name", mostly_slow(PORTS, "moco", slow=["wgan_gp", "nanogpt", "dqn"]))
+@pytest.mark.parametrize("name", mostly_slow(PORTS, "moco", slow=["nanogpt"]))
 def test_ranks_train_as_the_loop_does(name):
     assert_alike(by_learner(name), by_loop(name))
 
@@ -87,7 +87,7 @@ def check_resume(name, folder):
     assert again[1] == whole[1]
 
 
-@pytest.mark.parametrize("name", mostly_slow(PORTS, "lstm", slow=["finetune", "wgan_gp", "dqn", "moco"]))
+@pytest.mark.parametrize("name", mostly_slow(PORTS, "lstm", slow=["dqn"]))
 def test_a_killed_run_goes_on_exactly(name, tmp_path):
     check_resume(name, tmp_path)
 
