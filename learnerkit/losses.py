@@ -183,7 +183,8 @@ class OwnLoss:
 
     def paired(self, pred: Any, yb: tuple) -> tuple[Any, tuple]:
         """Return the scores that have targets, and the targets that have predictions."""
-        if len(yb) == 1 and self.shifts and isinstance(pred, Tensor) and pred.ndim == yb[0].ndim + 1 > 2:
+        are_tokens = self.shifts and len(yb) == 1 and _are_integers(yb[0]) and yb[0].ndim > 1
+        if are_tokens and isinstance(pred, Tensor) and pred.ndim == yb[0].ndim + 1:
             return pred[..., :-1, :], (self.used(yb[0]),)
         return pred, yb
 

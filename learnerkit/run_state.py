@@ -195,11 +195,8 @@ def own_attributes(cb: Callback, first: Mapping[str, Any] | None = None) -> dict
     kinds = {name: type(getattr(cb, name)) for name in values}
     containers = {name: kind.__name__ for name, kind in kinds.items() if kind is not type(values[name])}
     on_device = [name for name, value in values.items() if any(t.device.type != "cpu" for t in tensors_in(value))]
-    lost = [
-        name
-        for name, value in vars(cb).items()
-        if name not in kept and name.lstrip("_") not in arguments and _is_state(value, _of_model(cb))
-    ]
+    apart, others = _of_model(cb), {name: value for name, value in _attributes(cb) if name not in kept}
+    lost = [name for name, x in others.items() if name.lstrip("_") not in arguments and _is_state(x, apart)]
     parts = {
         "values": values, "on_device": on_device, "containers": containers, "generators": generators, "lost": lost,
     }  # fmt: skip

@@ -104,13 +104,14 @@ class GatherPredictions(Callback):
         learn = self.learn
         if not learn.yb and not learn._loss_weighting.alone:
             raise ValueError("with_loss=True, but the batches have no targets")
-        loss = self._loss_func(learn.pred, *learn.yb, **loss_arguments(learn))
+        yb = learn.yb
+        loss = self._loss_func(learn.pred, *yb, **loss_arguments(learn))
         if learn.dls.batch_dim != 0 and loss.shape != (learn.batch_size,):
-            loss, _, _ = learn.dls.samples_first(loss, (), learn.yb, learn.batch_size)
+            loss, _, yb = learn.dls.samples_first(loss, (), yb, learn.batch_size)
         if loss.ndim == 1 and len(loss) == learn.batch_size:
             return loss
         # A sample that has several losses has their sum, or the mean over the targets that the loss does not ignore.
-        rows, y = loss.reshape(learn.batch_size, -1), learn.yb[0] if learn.yb else None
+        rows, y = loss.reshape(learn.batch_size, -1), yb[0] if yb else None
         if loss_option(learn.loss_func, "reduction") in ("sum", "batchmean"):
             return rows.sum(1)
         if is_cross_entropy(learn.loss_func) and isinstance(y, Tensor) and y.shape == loss.shape:
