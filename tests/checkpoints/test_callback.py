@@ -101,14 +101,13 @@ def whole():
     return of
 
 
-QUICK = ("one cycle", "accumulation")
-SLOW = ("EMA", "fp16", "several optimizers")
+SLOW = ("accumulation", "EMA", "fp16", "several optimizers")
 SOAK = (
     "workers", "LBFGS", "torch's schedulers", "early stopping", "counting sampler", "batch norm", "cancels",
     "augmentation", "budget",
 )  # fmt: skip
 STEPS_OF = [
-    *(pytest.param(name, (EPOCH, EPOCH + 5), id=name) for name in QUICK),
+    pytest.param("one cycle", (EPOCH, EPOCH + 5), id="one cycle"),
     *(pytest.param(name, (EPOCH, EPOCH + 3), id=name, marks=pytest.mark.slow) for name in SLOW),
     *(pytest.param(name, (EPOCH, EPOCH + 3), id=name, marks=pytest.mark.soak) for name in SOAK),
     *(pytest.param(name, range(1, STEPS + 1), id=f"{name}, all", marks=pytest.mark.soak) for name in ONE_FIT),
@@ -120,17 +119,18 @@ STEPS_OF = [
 def test_r23_a_fit_that_dies_after_any_step_ends_as_one_that_does_not(name, steps, tmp_path, whole):
     for at in steps:
         folder = tmp_path / str(at)
-        died = finished(make(name, folder, Kill(at)), name)
-        ended = finished(make(name, folder, resume=True), name, died["order"])
+        every = at if name == "one cycle" else 1  # the last checkpoint is then the only one
+        died = finished(make(name, folder, Kill(at), every=every), name)
+        ended = finished(make(name, folder, resume=True, every=every), name, died["order"])
         assert different(whole(name), ended) == [], at
 
 
 def test_t1_a_second_resume_within_an_epoch_does_not_shift_the_data(tmp_path, whole):
     order = []
-    for at in (9, 2, 1):
-        died = finished(make("augmentation", tmp_path, Kill(at), resume=bool(order)), "augmentation", order)
-        order = died["order"]
-    ended = finished(make("augmentation", tmp_path, resume=True), "augmentation", order)
+    for at, step in ((9, 9), (2, 11), (1, 12)):
+        learn = make("augmentation", tmp_path, Kill(at), resume=bool(order), every=step)
+        order = finished(learn, "augmentation", order)["order"]
+    ended = finished(make("augmentation", tmp_path, resume=True, every=12), "augmentation", order)
     assert len(order) == 12
     assert different(whole("augmentation"), ended) == []
 
@@ -142,17 +142,17 @@ def test_t2_a_state_from_the_very_end_of_an_epoch_neither_skips_nor_repeats_one(
 
 
 def test_t6_a_schedule_that_asks_for_the_number_of_steps_does_not_keep_the_place_from_being_loaded(tmp_path, whole):
-    died = finished(make("torch's schedulers", tmp_path, Kill(10)), "torch's schedulers")
-    ended = finished(make("torch's schedulers", tmp_path, resume=True), "torch's schedulers", died["order"])
+    died = finished(make("torch's schedulers", tmp_path, Kill(10), every=10), "torch's schedulers")
+    ended = finished(make("torch's schedulers", tmp_path, resume=True, every=10), "torch's schedulers", died["order"])
     assert different(whole("torch's schedulers"), ended) == []
 
 
 @pytest.mark.parametrize("name", mostly_slow(["accumulation", "accumulation by hand"], "accumulation"))
 def test_t10_inside_an_accumulated_step_nothing_is_saved(name, tmp_path, whole):
-    for at in (2, 8):  # the second batch of three, in the first epoch and in the second
+    for at in (2, EPOCH + 5):  # the second batch of three, in the first epoch and in the second
         folder = tmp_path / str(at)
         died = finished(make(name, folder, Kill(at)), name)
-        ended = finished(make(name, folder, resume=True), name, died["order"])
+        ended = finished(make(name, folder, resume=True, every=1000), name, died["order"])
         assert different(whole(name), ended) == []
 
 
@@ -203,7 +203,7 @@ PLACES = {
 
 @pytest.mark.parametrize("place", mostly_slow(PLACES, "", "-trained"))
 def test_what_a_callback_has_comes_back_once_and_exactly_at_every_place(place, tmp_path):
-    every = {"": 1, "-done": "epoch"}.get(place, 1000)
+    every = {"": EPOCH + 3, "-done": "epoch"}.get(place, 1000)
 
     def train(ends, folder=None, resume=False):
         learn = make("plain", folder, Means(), Told(), ends, resume=resume, every=every)
@@ -277,10 +277,10 @@ def test_arguments_that_a_fit_changes_and_containers_of_all_kinds_come_back(chan
         cb = learn.anneals
         return cb.factor, cb.last, cb.seen, cb.counts, cb.by_step, cb.drawn
 
-    run(Kill(7), CheckpointCallback(tmp_path, every=1))
+    run(Kill(7), CheckpointCallback(tmp_path, every=7))
     told = pytest.warns(UserWarning, match="factor: 1.0, now 7.0") if changed else nullcontext()
     with told:
-        found = run(Kill(), CheckpointCallback(tmp_path, every=1, resume=True), **changed)
+        found = run(Kill(), CheckpointCallback(tmp_path, every=7, resume=True), **changed)
     assert found == run(Kill())
     assert [type(x) for x in found] == [float, deque, set, Counter, defaultdict, set]
     assert found[1].maxlen == 2
@@ -295,7 +295,8 @@ def test_r13_term_saves_once_after_the_step_and_leaves_with_143(name, tmp_path, 
     order = stopped(make(name, tmp_path, Send(9, signal.SIGTERM), every=1000), name)
     assert [p.name for p in tmp_path.glob("fit*")] == ["fit0-epoch1-step9"]
     assert signal.getsignal(signal.SIGTERM) is before
-    assert different(whole(name), finished(make(name, tmp_path, Send(0, 15), resume=True), name, order)) == []
+    again = make(name, tmp_path, Send(0, 15), resume=True, every=1000)
+    assert different(whole(name), finished(again, name, order)) == []
 
 
 @pytest.mark.parametrize("name", mostly_soak(["augmentation", "EMA", "SWA", "metrics in training", "budget"], "EMA"))
@@ -306,7 +307,7 @@ def test_r15_term_in_validation_saves_what_was_before_it(name, tmp_path, whole):
         order = stopped(make(name, folder, Send(at, signal.SIGTERM, valid=True), every=1000), name)
         (saved,) = folder.glob("fit*")
         assert saved.name.endswith("-trained")
-        ended = finished(make(name, folder, Send(0, 15), resume=True), name, order)
+        ended = finished(make(name, folder, Send(0, 15), resume=True, every=1000), name, order)
         assert different(whole(name), ended) == []
 
 
@@ -367,10 +368,10 @@ def test_outside_the_main_thread_it_says_that_signals_are_not_seen(tmp_path):
 # Several fits
 
 
-@pytest.mark.parametrize("at", mostly_slow([3, 9, 16, 23], 9, slow=[16]))
-def test_the_fits_before_return_at_once_with_what_they_were(at, tmp_path, whole, capsys):
-    died = finished(make("fine-tuned", tmp_path, Kill(at)), "fine-tuned")
-    ended = finished(make("fine-tuned", tmp_path, resume=True), "fine-tuned")
+@pytest.mark.parametrize(("at", "step"), mostly_slow([(3, 3), (9, 2), (16, 9), (23, 2)], (9, 2), slow=[(16, 9)]))
+def test_the_fits_before_return_at_once_with_what_they_were(at, step, tmp_path, whole, capsys):
+    died = finished(make("fine-tuned", tmp_path, Kill(at), every=step), "fine-tuned")
+    ended = finished(make("fine-tuned", tmp_path, resume=True, every=1000), "fine-tuned")
     assert different(whole("fine-tuned") | {"order": ended["order"]}, ended) == []
     assert [*died["order"][:at], *ended["order"]] == whole("fine-tuned")["order"]
     done = (at - 1) // EPOCH if at <= EPOCH else 1 + (at > 3 * EPOCH)
@@ -382,8 +383,8 @@ def test_the_fits_before_return_at_once_with_what_they_were(at, tmp_path, whole,
     "at", mostly_slow([0, 2 * EPOCH, EPOCH + 2, 2 * EPOCH + 1, STEPS - 1], 2 * EPOCH, slow=[EPOCH + 2])
 )
 def test_a_second_fit_finds_the_loader_as_the_first_one_has_left_it(name, at, tmp_path, whole):
-    name = f"{name}, twice"
-    learn = make(name, tmp_path, Kill(at))
+    name, step = f"{name}, twice", (at - 1) % (2 * EPOCH) + 1
+    learn = make(name, tmp_path, Kill(at), every=step)
     if at:
         died = finished(learn, name)["order"]
     else:  # the process ends between the fits
@@ -391,13 +392,13 @@ def test_a_second_fit_finds_the_loader_as_the_first_one_has_left_it(name, at, tm
             learn.fit(2, 0.05)
         died = learn.order.batches
         vars(learn).clear()
-    ended = finished(make(name, tmp_path, resume=True), name)
+    ended = finished(make(name, tmp_path, resume=True, every=1000), name)
     assert [*died, *ended["order"]] == whole(name)["order"]
     assert different(whole(name) | {"order": ended["order"]}, ended) == []
 
 
 def test_a_finished_run_returns_at_once(tmp_path, whole):
-    finished(make("fine-tuned", tmp_path), "fine-tuned")
+    finished(make("fine-tuned", tmp_path, every=1000), "fine-tuned")
     again = make("fine-tuned", tmp_path, resume=True)
     assert different(whole("fine-tuned") | {"order": []}, finished(again, "fine-tuned")) == []
 
@@ -448,18 +449,19 @@ def test_a_longer_schedule_has_its_own_rates_from_the_first_batch_on(tmp_path):
         fails = raising(
             "after_batch", ZeroDivisionError, lambda cb: cb.train_iter == 3 and cb.n_epoch == 2, order=20_000
         )
-        learn = make_learner(cbs=[CheckpointCallback(tmp_path, every=1, resume=resume), fails])
+        learn = make_learner(cbs=[CheckpointCallback(tmp_path, every=3, resume=resume), fails])
         with learn.no_logging(), suppress(ZeroDivisionError), warnings.catch_warnings(action="ignore"):
             learn.fit(n, cbs=ParamScheduler({"lr": SchedLin(0.1, 0.0)}))
     assert learn.recorder.lrs[3:] == pytest.approx([0.1 * (1 - k / 8) for k in range(3, 8)])
 
 
-def test_ends_of_many_fits_are_not_all_kept(tmp_path):
+def test_ends_of_many_fits_are_not_all_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr("learnerkit.checkpoints.callback._FITS", 3)
     learn = make_learner(cbs=CheckpointCallback(tmp_path, keep=1))
     with learn.no_logging():
-        for _ in range(12):
+        for _ in range(5):
             learn.fit(1)
-    assert sorted(int(p.name) for p in (tmp_path / "ends").iterdir()) == [*range(2, 12)]
+    assert sorted(int(p.name) for p in (tmp_path / "ends").iterdir()) == [2, 3, 4]
     again = make_learner(cbs=CheckpointCallback(tmp_path, keep=1, resume=True))
     with (
         again.no_logging(),
@@ -493,9 +495,8 @@ def test_earlier_fits_are_made_into_text_once_and_come_back_exactly(tmp_path):
 
 
 def test_a_fit_that_failed_goes_on_in_the_same_process(tmp_path, whole):
-    learn = make(
-        "plain", tmp_path, raising("after_batch", ZeroDivisionError, lambda cb: cb.train_iter == 9), resume=True
-    )
+    fails = raising("after_batch", ZeroDivisionError, lambda cb: cb.train_iter == 9)
+    learn = make("plain", tmp_path, fails, resume=True, every=8)
     with pytest.raises(ZeroDivisionError):
         run("plain", learn)
     assert different(whole("plain")["weights"], finished(learn, "plain")["weights"]) == []
@@ -505,11 +506,11 @@ def test_a_fit_that_failed_goes_on_in_the_same_process(tmp_path, whole):
 
 
 def test_r39_callbacks_that_were_removed_added_or_moved_are_named(tmp_path):
-    finished(make("plain", tmp_path, GradientClip(1.0), Average(), Kill(9)), "plain")
+    finished(make("plain", tmp_path, GradientClip(1.0), Average(), Kill(9), every=9), "plain")
     expected = ("Order removed", "Logs, Renamed added", "Average", "reordered")
 
     def changed(**kwargs):
-        learn = make("plain", tmp_path, Average(), GradientClip(1.0), Logs(), resume=True, **kwargs)
+        learn = make("plain", tmp_path, Average(), GradientClip(1.0), Logs(), resume=True, every=1000, **kwargs)
         learn.remove_cb(Order)
         learn.add_cb(Renamed())
         with learn.no_logging():
@@ -529,17 +530,14 @@ class Renamed(Order):
 
 
 def test_r39_callbacks_that_stay_are_restored_exactly(tmp_path):
-    ends = []
+    finished(make("average", tmp_path, Kill(9), every=9), "average")
+    found = []
     for more in ([], [Logs()]):
-        folder = tmp_path / str(len(more))
-        finished(make("average", folder, Kill(9)), "average")
-        seen = []
-        watch = Callback(before_batch=lambda cb, seen=seen: seen or seen.append(weights_of(cb.learn.average.mean)))
-        learn = make("average", folder, *more, watch, resume=True)
+        watch = Callback(before_batch=lambda cb: found.append(weights_of(cb.learn.average.mean)))
+        learn = make("average", tmp_path, *more, watch, Kill(1), resume=True, every=1000)
         with warnings.catch_warnings(action="ignore"):
-            run("average", learn)
-        ends.append(seen[0])
-    assert different(*ends) == []
+            finished(learn, "average")
+    assert different(*found) == []
 
 
 def weights_of(tensors):
@@ -641,14 +639,14 @@ def test_callbacks_that_hold_tensors_or_modules_and_have_no_state_are_named(tmp_
 
 
 def test_a_checkpoint_that_was_moved_and_linked_is_used_and_stays(tmp_path, whole):
-    died = finished(make("plain", tmp_path / "run", Kill(9), keep=1), "plain")
+    died = finished(make("plain", tmp_path / "run", Kill(9), keep=1, every=9), "plain")
     [newest] = (tmp_path / "run").glob("fit*")
     moved = newest.rename(tmp_path / "moved")
     newest.symlink_to(moved, target_is_directory=True)
     (tmp_path / "run" / "fit9").symlink_to(tmp_path / "nowhere")
     with raises(CheckpointError, "has checkpoints of another run"):
         finished(make("plain", tmp_path / "run", Kill(), keep=1), "plain")
-    ended = finished(make("plain", tmp_path / "run", resume=True, keep=1), "plain", died["order"])
+    ended = finished(make("plain", tmp_path / "run", resume=True, keep=1, every=5), "plain", died["order"])
     assert different(whole("plain"), ended) == []
     assert newest.is_symlink()
     assert sorted(path.name for path in moved.iterdir()) == sorted(path.name for path in newest.iterdir()) != []
@@ -671,8 +669,8 @@ def test_a_changed_schedule_is_listed(tmp_path):
 
 
 def test_another_optimizer_begins_anew(tmp_path):
-    finished(make("plain", tmp_path, Kill(9)), "plain")
-    learn = make("plain", tmp_path, resume=True)
+    finished(make("plain", tmp_path, Kill(9), every=9), "plain")
+    learn = make("plain", tmp_path, resume=True, every=1000)
     learn.opt_func = torch.optim.AdamW
     with pytest.warns(UserWarning, match=r"optimizer: \['SGD'\], now \['AdamW'\]; groups.0.momentum"):
         run("plain", learn)
@@ -809,8 +807,9 @@ def test_a_bad_every_of_checkpoints_is_refused(every):
 
 
 def test_in_the_background_the_same_is_saved(tmp_path, whole):
-    died = finished(make("augmentation", tmp_path, Kill(9), async_save=True), "augmentation")
-    ended = finished(make("augmentation", tmp_path, resume=True, async_save=True), "augmentation", died["order"])
+    options = {"every": 3, "async_save": True}
+    died = finished(make("augmentation", tmp_path, Kill(9), **options), "augmentation")
+    ended = finished(make("augmentation", tmp_path, resume=True, **options), "augmentation", died["order"])
     assert different(whole("augmentation"), ended) == []
 
 
@@ -1114,7 +1113,7 @@ def script_of_two(folder, monkeypatch, kill=0, **checkpoint):
     return [(weights(learn.model), learn.recorder.values) for learn in learners]
 
 
-@pytest.mark.parametrize("kill", [1, 3])
+@pytest.mark.parametrize("kill", mostly_slow([1, 3], 3))
 def test_several_learners_share_a_directory(kill, tmp_path, monkeypatch):
     whole = script_of_two(None, monkeypatch)
     with pytest.raises(Killed):
