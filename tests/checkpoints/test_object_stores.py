@@ -16,7 +16,7 @@ import pytest
 import torch
 from checkpoint_files import is_state, save_and_wait, state_of
 from fsspec.implementations.memory import MemoryFileSystem
-from helpers import make_learner, mostly_slow
+from helpers import make_learner, mostly_slow, same_weights
 from launching import SCRIPTS, environment
 
 from learnerkit import Callback, CheckpointCallback, CheckpointError, load_learner
@@ -123,14 +123,16 @@ def total(run):
     return before - Faulty.left
 
 
-@pytest.mark.parametrize("background", mostly_slow([False, True], False))
-def test_of_50_torn_uploads_none_is_chosen_and_none_stays(run, background):
+@pytest.mark.parametrize(
+    ("count", "background"), mostly_slow([(12, False), (50, False), (50, True)], (12, False), slow=[(50, True)])
+)
+def test_of_many_torn_uploads_none_is_chosen_and_none_stays(run, count, background):
     draw, n_bytes, torn = random.Random(0), total(run), 0
     Faulty.store.clear()
     Faulty.fails(inf, "refuses")
     save_and_wait(locked(run, keep=1), 1, size=SIZE)
     number = 1
-    for attempt in range(50):
+    for attempt in range(count):
         found = locked(run, keep=1, background=background)
         way = ("refuses", "cuts", "down")[attempt % 3]
         Faulty.fails(draw.randrange(n_bytes), way)
@@ -149,7 +151,7 @@ def test_of_50_torn_uploads_none_is_chosen_and_none_stays(run, background):
         save_and_wait(locked(run, keep=1), number, size=SIZE)
         assert names(run) == [f"step{number}"]
         assert (run / "latest").read_bytes().decode().startswith(f"step{number}.id-")
-    assert torn >= 45, "the others were complete but for the file `latest`"
+    assert torn >= 0.9 * count, "the others were complete but for the file `latest`"
 
 
 def test_a_store_that_fails_while_it_is_read_is_an_error_and_no_reason_to_take_an_older_checkpoint(run):
@@ -303,21 +305,20 @@ class FailsAt(Callback):
 
 @pytest.mark.parametrize("background", [False, True])
 def test_a_run_goes_on_from_a_store_bit_by_bit(run, background):
-    def weights(url, fails_at=0):
+    def weights(fails_at=0):
         torch.manual_seed(0)
-        cbs = [CheckpointCallback(url, every=1, resume=True, async_save=background), FailsAt(fails_at)]
+        cbs = [CheckpointCallback(str(run), every=4, resume=True, async_save=background), FailsAt(fails_at)]
         learn = make_learner(opt_func=torch.optim.Adam)
         with learn.no_logging():
             learn.fit(3, cbs=cbs)
         return learn.model.state_dict()
 
-    whole = weights(f"{run}/whole")
+    whole = make_learner(opt_func=torch.optim.Adam)
+    whole.fit(3)
     with pytest.raises(OSError, match="the machine is gone"):
-        weights(f"{run}/broken", 4)
-    again = weights(f"{run}/broken")
-    assert all(torch.equal(whole[name], again[name]) for name in whole)
-    once_more = weights(f"{run}/broken")
-    assert all(torch.equal(whole[name], once_more[name]) for name in whole)
+        weights(4)
+    for _ in range(2):  # from the fourth step, and from the end
+        assert same_weights(whole.model.state_dict(), weights())
 
 
 def test_a_run_of_a_tracker_is_found_below(run):
