@@ -53,6 +53,12 @@ def mapped(change_x=lambda x: x, change_y=lambda y: y, of=make_classes):
     return data
 
 
+@pytest.fixture
+def without_memory(monkeypatch):
+    """The memory of a step is not predicted, which takes longer than all else; for healthy learners it is."""
+    monkeypatch.setattr("learnerkit.preflight.step.judge_memory", lambda *args: [])
+
+
 def checked(capsys, learn, well):
     assert learn.check() is well
     return read_report(capsys.readouterr().out)
@@ -268,6 +274,7 @@ class Broken(Dataset):
         raise OSError(f"no file {i}")
 
 
+@pytest.mark.usefixtures("without_memory")
 @pytest.mark.parametrize("kind", PROBLEMS)
 def test_what_is_wrong_is_named(kind, capsys):
     make, topic, words = PROBLEMS[kind]
@@ -304,6 +311,7 @@ def tokens(n=6, padding=0, **kwargs):
     return Learner(DataLoaders([{"x": x, "labels": labels}], device="cpu"), OwnTokens(padding), **kwargs)
 
 
+@pytest.mark.usefixtures("without_memory")
 def test_the_count_of_a_models_own_loss_is_compared_on_two_parts_of_the_batch(capsys):
     assert checked(capsys, tokens(padding=-100), True)[0]["loss"][0] == "ok"
     assert checked(capsys, tokens(loss_weight=lambda y: (y != 0).sum()), True)[0]["loss"][0] == "ok"
@@ -367,6 +375,7 @@ def cancel_step(cb):
     raise CancelStepException
 
 
+@pytest.mark.usefixtures("without_memory")
 @pytest.mark.parametrize("kind", HINTS)
 def test_what_may_be_meant_is_a_hint(kind, capsys):
     make, topic, words = HINTS[kind]
@@ -376,6 +385,7 @@ def test_what_may_be_meant_is_a_hint(kind, capsys):
     assert words in text
 
 
+@pytest.mark.usefixtures("without_memory")
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_a_last_batch_of_one_sample_is_a_problem_of_batch_norm(drop_last, capsys):
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
@@ -388,6 +398,7 @@ def test_a_last_batch_of_one_sample_is_a_problem_of_batch_norm(drop_last, capsys
         assert "its last batch has 1 of its 9 samples (batches of 4)" in text
 
 
+@pytest.mark.usefixtures("without_memory")
 def test_one_class_alone_is_told(capsys):
     found, _ = checked(capsys, classes(1, data=mapped(change_y=lambda y: y * 0)), False)
     mark, text = found["prediction"]
@@ -396,6 +407,7 @@ def test_one_class_alone_is_told(capsys):
     assert "all zero" in found["gradients"][1]
 
 
+@pytest.mark.usefixtures("without_memory")
 def test_several_problems_are_all_told(capsys):
     learn = make_learner(model=Half(), splitter=lambda m: [[m.used.weight]], metrics=broken_metric)
     found, last = checked(capsys, learn, False)
@@ -417,7 +429,7 @@ def test_a_check_in_mid_run_is_refused():
 class Shuffled(Dataset):
     """Augments by every random stream there is."""
 
-    def __init__(self, n=24):
+    def __init__(self, n=12):
         self.x, self.y = make_data(n).tensors
 
     def __len__(self):
@@ -443,7 +455,7 @@ def loader(kind):
         return DataLoader(data, 4, sampler=Custom(data))
     if kind == "generator":
         return DataLoader(data, 4, shuffle=True, generator=torch.Generator().manual_seed(9))
-    workers = {"num_workers": 2, "persistent_workers": True} if kind == "workers" else {}
+    workers = {"num_workers": 1, "persistent_workers": True} if kind == "workers" else {}
     return DataLoader(data, 4, shuffle=True, **workers)
 
 
@@ -469,7 +481,7 @@ def test_the_fit_after_it_equals_the_fit_without(kind):
                 names = ("values", "lrs", "iters", "history", "final_record", "metric_names")
                 assert all(vars(learn.recorder)[name] == before[0][name] for name in names)
                 assert (learn.train_iter, learn.pct_train, learn.n_epoch) == before[1:]
-            learn.fit(2)
+            learn.fit(1)
         found.append((weights(learn.model), learn.recorder.values, learn.opt.state_dict()["state"]))
         if kind == "workers":
             end_workers(dls)
