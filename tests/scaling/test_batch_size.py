@@ -17,7 +17,7 @@ from learnerkit import Callback, DataLoaders, GradientAccumulation, Learner, Tex
 from learnerkit.data.lengths import LengthBatches
 from learnerkit.explain import is_out_of_memory
 from learnerkit.scaling import batch_size
-from learnerkit.scaling.batch_size import READ, BatchSize
+from learnerkit.scaling.batch_size import BatchSize
 from learnerkit.utils import memory_of
 from learnerkit.values import tensors_in
 
@@ -89,15 +89,13 @@ def ragged(ds, valid=None, bs=4, seen=None, **kwargs):
 
 @pytest.mark.parametrize("bs", mostly_slow([1, 4, 16], 4))
 def test_it_is_the_largest_size_that_fits(memory, bs):
-    learn = wide(train=20, bs=bs)
-    limit = learn.find_batch_size(share=1).tried[16] - 1
+    learn = wide(train=20, valid=None, bs=bs)
+    limit = wide(train=15, valid=None, bs=bs).find_batch_size(share=1).tried[15]
     memory(limit)
     found = learn.find_batch_size(share=1)
-    memory(found.tried[15])
-    exact = learn.find_batch_size(share=1)
-    memory(found.tried[15] - 1)
+    memory(limit - 1)
     smaller = learn.find_batch_size(share=1)
-    assert (found.batch_size, exact.batch_size, smaller.batch_size) == (15, 15, 14)
+    assert (found.batch_size, smaller.batch_size) == (15, 14)
     assert all((size <= 15) == (peak is not None and peak <= limit) for size, peak in found.tried.items())
     assert (found.limit, found.tried[16]) == (limit, None)
     doubled = [bs * 2**i for i in range(8) if bs * 2**i <= 16]
@@ -106,8 +104,8 @@ def test_it_is_the_largest_size_that_fits(memory, bs):
 
 def test_share_is_of_the_memory(memory):
     memory(100_001)
-    assert wide().find_batch_size(share=0.5).limit == 50_000
-    assert wide().find_batch_size().limit == 90_000
+    assert wide(train=4).find_batch_size(share=0.5).limit == 50_000
+    assert wide(train=4).find_batch_size().limit == 90_000
 
 
 def test_it_never_has_more_samples_than_the_training_set_or_than_are_wanted(memory):
@@ -120,30 +118,30 @@ def test_it_never_has_more_samples_than_the_training_set_or_than_are_wanted(memo
 
 
 def test_the_accumulation_and_the_rate_are_those_of_the_effective_batch(memory, capsys):
-    learn = wide(train=96, bs=16, lr=0.1)
-    memory(learn.find_batch_size(bs=1000).tried[32])
-    found = learn.find_batch_size(share=1, bs=96)
-    assert (found.batch_size, found.n_batches, found.effective) == (32, 3, 96)
-    assert found.lr == pytest.approx(0.1 * 96 / 16)  # SGD, whose loader has batches of 16
+    learn = wide(train=24, valid=None, lr=0.1)
+    memory(learn.find_batch_size(bs=1000).tried[8])
+    found = learn.find_batch_size(share=1, bs=24)
+    assert (found.batch_size, found.n_batches, found.effective) == (8, 3, 24)
+    assert found.lr == pytest.approx(0.1 * 24 / 4)  # SGD, whose loader has batches of 4
     assert str(found) in capsys.readouterr().out.splitlines()
-    assert "GradientAccumulation(n_batches=3) makes 96 of them, lr 0.6" in str(found)
-    assert str(found).startswith("32 samples fit (")
-    other = wide(bs=found.batch_size, cbs=GradientAccumulation(n_batches=found.n_batches))
+    assert "GradientAccumulation(n_batches=3) makes 24 of them, lr 0.6" in str(found)
+    assert str(found).startswith("8 samples fit (")
+    other = wide(train=24, bs=found.batch_size, cbs=GradientAccumulation(n_batches=found.n_batches))
     assert other.effective_batch_size == found.effective
     with other.no_logging():
         other.fit(1, found.lr)
-    found = learn.find_batch_size(share=1, bs=70)  # 32 fit, so three batches: of as few as are needed
-    assert (found.batch_size, found.n_batches, found.effective) == (24, 3, 72)
-    assert found.tried[24] is not None
+    found = learn.find_batch_size(share=1, bs=17)  # 8 fit, so three batches: of as few as are needed
+    assert (found.batch_size, found.n_batches, found.effective) == (6, 3, 18)
+    assert found.tried[6] is not None
     assert pickle.loads(pickle.dumps(found)) == found
 
 
 def test_rates_follow_the_optimizers_rule(memory):
-    assert wide(lr=0.1, opt_func=AdamW).find_batch_size(bs=64).lr == pytest.approx(0.1 * math.sqrt(64 / 4))
-    assert wide(lr=scaled_lr(0.1, at=4)).find_batch_size(bs=64).lr is None
+    assert wide(lr=0.1, opt_func=AdamW).find_batch_size(bs=8).lr == pytest.approx(0.1 * math.sqrt(8 / 4))
+    assert wide(lr=scaled_lr(0.1, at=4)).find_batch_size(bs=8).lr is None
     groups = wide(splitter=lambda model: [list(model[0].parameters()), list(model[3].parameters())], lr=slice(0.1, 0.2))
     assert groups.find_batch_size(bs=8).lr == pytest.approx([0.2, 0.4])
-    assert wide(lr=0.1, cbs=GradientAccumulation(n_batches=2)).find_batch_size(bs=64).lr == pytest.approx(0.1 * 64 / 8)
+    assert wide(lr=0.1, cbs=GradientAccumulation(n_batches=2)).find_batch_size(bs=16).lr == pytest.approx(0.1 * 16 / 8)
 
 
 # What counts
@@ -219,12 +217,13 @@ def test_a_batch_sampler_of_the_users_own_tells_its_size(memory):
     assert (list(found.tried), found.effective, found.lr) == ([4, 6], 6, pytest.approx(0.1 * 6 / 4))
 
 
-def test_of_many_samples_some_are_read(memory):
-    train = Ragged(range(1, 4001))
-    found = ragged(train, bs=2000, seen=(seen := [])).find_batch_size(bs=2000)
-    assert found.samples == f"the largest of {READ} of 4000 samples"
-    assert len(set(train.read)) == READ
-    assert seen == [(True, (2000, 4000))] * 2  # the largest ones again, as if all were of these
+def test_of_many_samples_some_are_read(memory, monkeypatch):
+    monkeypatch.setattr(batch_size, "READ", 60)
+    train = Ragged(range(1, 201))
+    found = ragged(train, bs=100, seen=(seen := [])).find_batch_size(bs=100)
+    assert found.samples == "the largest of 60 of 200 samples"
+    assert len(set(train.read)) == 60
+    assert seen == [(True, (100, 200))] * 2  # the largest ones again, as if all were of these
 
 
 def test_texts_have_a_budget_of_tokens(memory):
@@ -256,7 +255,7 @@ def test_sparse_gradients_are_no_obstacle(memory):
 @pytest.mark.parametrize("fails", [False, True])
 def test_everything_is_put_back(memory, fails):
     def learner():
-        data = TensorDataset(torch.randn(40, 4, generator=torch.Generator().manual_seed(3)), torch.ones(40, 1))
+        data = TensorDataset(torch.randn(16, 4, generator=torch.Generator().manual_seed(3)), torch.ones(16, 1))
         own = torch.Generator().manual_seed(1)
         order = BatchSampler(RandomSampler(data, generator=own), 4, False)
         loaders = DataLoader(data, batch_sampler=order, generator=own), DataLoader(data, 4, generator=own)
@@ -286,7 +285,7 @@ def test_everything_is_put_back(memory, fails):
             learn.find_batch_size()
         learn.counts.limit = 10**9
     else:
-        memory(4000)
+        memory(3000)
         assert None in learn.find_batch_size().tried.values()
     assert_same_state(learn, state)
     assert all(torch.equal(a, b) for a, b in zip(before, values(learn), strict=True))
