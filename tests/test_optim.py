@@ -381,7 +381,8 @@ def died_and_whole(folder, make, train):
 
     def run(name, dies=False):
         kills = Callback(before_step=lambda cb: cb.train_iter == 5 and dies and 1 / 0)
-        learn = make(dls=make_dls(12), cbs=[CheckpointCallback(folder / name, every=1, resume=True), kills])
+        saves = [] if name == "whole" else [CheckpointCallback(folder, every=5, resume=True)]
+        learn = make(dls=make_dls(12), cbs=[*saves, kills])
         with suppress(ZeroDivisionError):
             train(learn)
         return learn
@@ -1341,12 +1342,13 @@ def test_a_state_of_another_form_is_refused(damage):
         optim.load_state(opt, opt.state_dict() | damage)
 
 
-def test_a_state_of_lists_within_lists_is_refused_in_time():
+def test_a_state_of_lists_within_lists_is_refused_in_time(monkeypatch):
+    monkeypatch.setattr(optim, "_MOST_VALUES", 10_000)
     model, opt = stepped(SGD)
     lists = [1.0]
     for _ in range(40):
         lists = [lists, lists]
-    with pytest.raises(ValueError, match="more than 1,000,000 values"):
+    with pytest.raises(ValueError, match="more than 10,000 values"):
         optim.load_state(opt, opt.state_dict() | {"state": {0: {"own": lists}}})
 
 
