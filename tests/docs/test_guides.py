@@ -134,8 +134,8 @@ def missing(page):
 LONG = (
     "agreement.md", "carried_state.md", "checkpoint.md", "config.md", "cross_validation.md", "equal.md", "gan.md",
     "hang.md", "images.md", "imbalance.md", "language_model.md", "large_models.md", "launching.md", "memory.md",
-    "one_gpu_to_many.md", "other_libraries.md", "ray.md", "reinforcement.md", "search.md", "segmentation.md",
-    "transformers.md",
+    "object_stores.md", "one_gpu_to_many.md", "other_libraries.md", "ray.md", "reinforcement.md", "search.md",
+    "segmentation.md", "serve.md", "slow.md", "tracking.md", "transformers.md",
 )  # fmt: skip
 """They start many processes, wait, or train for long, and show what tests of `-m slow` have, too."""
 

@@ -167,7 +167,7 @@ def test_what_is_fetched_is_found():
     assert [is_elsewhere(a) for a in ("//x/d", "https://x", "a/b.png", "data:image/png;base64,x")] == [1, 1, 0, 0]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_nothing_is_fetched_from_another_host(site):
     fetched = {(path.name, address) for path in site.rglob("*.html") for address in parsed(path).fetched}
     fetched |= {(path.name, address) for path in site.rglob("*.css") for address in addresses_in(path.read_text())}
@@ -175,7 +175,7 @@ def test_nothing_is_fetched_from_another_host(site):
     assert not [each for each in fetched if is_elsewhere(each[1])]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_every_link_leads_somewhere(site):
     wrong = []
     for page in site.rglob("*.html"):
@@ -192,12 +192,12 @@ def test_every_link_leads_somewhere(site):
     assert not wrong
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_site_is_small(site):
     assert sum(file.stat().st_size for file in site.rglob("*") if file.is_file()) <= 20 * 10**6
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_pages_say_what_they_are_about_and_what_pictures_show(site):
     pages = [parsed(site / page.relative_to(NBS).with_suffix(".html")) for page in [*PAGES, *NBS.glob("*.ipynb")]]
     assert all(page.about.get("description") for page in pages)
@@ -206,7 +206,7 @@ def test_pages_say_what_they_are_about_and_what_pictures_show(site):
     assert not [alt for alt in alts if len(alt.split()) < 5]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_all_code_can_be_copied(site):
     languages = {language for path in site.rglob("*.html") for language in parsed(path).blocks}
     copied = set(re.findall(r"highlight-(\w+) pre", (site / "_static" / "copybutton.js").read_text()))
@@ -215,7 +215,7 @@ def test_all_code_can_be_copied(site):
     assert languages - copied <= printed
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("page", ["index.html", "guides/images.html", "reference/learner.html"])
 def test_the_sidebar_has_the_captions_of_the_guides(site, page):
     captions = re.findall(r"^:caption: (.*)$", (NBS / "guides.md").read_text(), re.M)
@@ -223,7 +223,7 @@ def test_the_sidebar_has_the_captions_of_the_guides(site, page):
     assert re.findall(r'<li class="toc-caption">(.*?)</li>', (site / page).read_text()) == captions
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_search_knows_the_parts_of_names(site):
     index = json.loads((site / "searchindex.js").read_text().removeprefix("Search.setIndex(").removesuffix(")"))
 
@@ -268,7 +268,7 @@ def members(name):
     return [f"{name}.{n}" for n in sorted(found - said_before) if not n.startswith("_")]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_reference_has_every_public_name_once(documented):
     wanted = [
         *NAMES,
@@ -286,7 +286,7 @@ def test_the_reference_has_every_public_name_once(documented):
         assert f"learnerkit.{at_home}" not in documented
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_events_and_commands_are_drawn_from_the_code(site):
     page = parsed(site / "reference" / "events.html")
     assert {f"event-{event}" for event in Event} <= page.ids
@@ -295,7 +295,7 @@ def test_events_and_commands_are_drawn_from_the_code(site):
         assert option in commands
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_what_an_attribute_is_may_have_a_colon(site):
     text = re.sub(r"<[^>]*>", "", (site / "reference" / "learner.html").read_text())
     assert "The predictions: the model" in text
@@ -326,7 +326,7 @@ def opened(address, folder):
     return done.stdout, said, {url for url in by_page if not url.startswith(("file:", "data:", "chrome", "about:"))}
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 def test_a_request_to_another_host_would_be_seen(tmp_path):
     page = tmp_path / "page.html"
@@ -336,7 +336,7 @@ def test_a_request_to_another_host_would_be_seen(tmp_path):
     assert asked == {"https://fonts.invalid/a.css"}
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 @pytest.mark.parametrize(
     "name", ["index.html", "01_getting_started.html", "reference/learner.html", "search.html?q=distrib_ctx"]
