@@ -5,7 +5,6 @@ import os
 import resource
 import sys
 import threading
-import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -88,13 +87,6 @@ def add_note_once(error: BaseException, note: str) -> None:
     kind = " ".join(note.split()[:2])
     if not any(n.startswith(kind) for n in getattr(error, "__notes__", ())):
         error.add_note(note)
-
-
-def forget_frames(error: BaseException | None) -> None:
-    """Clear the local variables in the frames of an error and of its causes; frames that still run keep theirs."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
 
 
 def warn(message: str) -> None:

@@ -431,7 +431,7 @@ def test_code_tokens_are_counted_right():
 # The most tokens of code that each room may have; a room is a folder of the package, or a file at its top. A budget is
 # raised by at most a tenth. More needs a line in the changelog that says why.
 BUDGETS = {
-    "callbacks": 40_080, "parallel": 25_950, "data": 19_080, "scaling": 16_640, "preflight": 18_240, "sweep": 11_300,
+    "callbacks": 40_080, "parallel": 25_950, "data": 19_080, "scaling": 16_650, "preflight": 18_240, "sweep": 11_300,
     "launch": 13_950, "checkpoints": 13_440, "learner": 10_200, "inspection": 9_160, "metrics": 9_020,
     "loggers": 7_710, "images": 7_700, "optim": 7_400, "notebook": 7_040, "tabular": 7_120, "export": 6_660,
     "losses": 6_330, "distributed": 5_800, "vision": 5_290, "run_state": 5_050, "language": 4_460, "processes": 4_760,

@@ -18,9 +18,10 @@ from learnerkit.distributed import seeds
 from learnerkit.explain import is_out_of_memory
 from learnerkit.gradient_mean import GradientMean, host_count, scale_each
 from learnerkit.losses import loss_sums, output_of, pass_kept, take_loss, wants_loss, weighting_of
+from learnerkit.processes.rank_main import forget_frames
 from learnerkit.text import in_units
 from learnerkit.torch_internals import BuffersKept, hooks_left_out, leaves_of, version_of
-from learnerkit.utils import forget_frames, free_memory, synced_norms, unwrap
+from learnerkit.utils import free_memory, synced_norms, unwrap
 from learnerkit.values import describe, get_field, map_batch, tensors_in
 
 if TYPE_CHECKING:

@@ -316,7 +316,8 @@ class CheckpointCallback(StepCounter):
         for line in changes if distributed.is_main() else ():
             warn(f"not as in the checkpoint: {line}")
         owns = {key: each.get("ranks", [{}])[0] for key, each in then["callbacks"].items()} | then["rank"]["callbacks"]
-        lost = [f"{key}.{name}" for key, own in owns.items() for name in own.get("lost", ())]
+        of_users = {key: own for key, own in owns.items() if isinstance(own, dict)}
+        lost = [f"{key}.{name}" for key, own in of_users.items() for name in own.get("lost", ())]
         if lost and distributed.is_main():
             warn(
                 f"attributes of callbacks that cannot be saved begin anew: {first_few(lost)}; give the callback "

@@ -247,8 +247,10 @@ class DataLoaders:
             loader = None
         if loader is None:
             there = [k for k, dl in enumerate(self.loaders) if dl is not None]
-            which = f"{i}, for validation" if i == 1 else i
-            raise IndexError(f"there is no loader {which}; there are {there}: ds_idx= takes one, and dl= a new one")
+            raise IndexError(
+                f"there is no loader {i}; there are {there} (0 is that of training, 1 of validation): ds_idx= takes "
+                "one, and dl= a new one"
+            )
         return loader
 
     @property

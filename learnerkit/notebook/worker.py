@@ -23,8 +23,7 @@ import torch
 from learnerkit import distributed, torch_internals
 from learnerkit.endings import ExceptionReport, ending_of
 from learnerkit.notebook import pickling, settings, transfer
-from learnerkit.processes.rank_main import kill_group, user_traceback
-from learnerkit.utils import forget_frames
+from learnerkit.processes.rank_main import forget_frames, kill_group, user_traceback
 
 
 def serve(fd: int, front: str) -> None:

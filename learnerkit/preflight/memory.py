@@ -1,7 +1,6 @@
 """The memory that a step needs: its parts and its peak, whether a batch fits, and what would make it fit."""
 
 import re
-import traceback
 
 from torch import Tensor
 
@@ -12,10 +11,11 @@ from learnerkit.callbacks.recomputing import ActivationCheckpointing
 from learnerkit.inspection.undoing import state_tensors
 from learnerkit.preflight.prediction import MARGIN, Prediction, Seen, fake_steps, predict_memory
 from learnerkit.preflight.report import HINT, NOTHING, OK, WRONG, Finding
+from learnerkit.processes.rank_main import forget_frames
 from learnerkit.shards import local
 from learnerkit.state import Learner
 from learnerkit.text import in_units
-from learnerkit.utils import forget_frames, memory_of, unwrap
+from learnerkit.utils import memory_of, unwrap
 
 _UNITS = {"GiB": 2**30, "GB": 10**9, "MiB": 2**20, "MB": 10**6}
 
@@ -88,8 +88,6 @@ def explain_memory(learn: "Learner", error: Exception) -> None:
         return
     learn.pred = learn.output = learn.loss = learn.loss_grad = None
     forget_frames(error)
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        frame.f_locals.keys()  # Before Python 3.13 this updates the copy of the locals that `explain` has made.
     try:
         error.add_note(f"{_NOTE} {_explained(learn)} (errors.html#out-of-memory)")
     except Exception:  # code of the user's, such as a `__repr__`; the error itself must get through

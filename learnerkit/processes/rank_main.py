@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import CodeType, ModuleType
 from typing import Any, NoReturn
@@ -58,6 +59,9 @@ def main() -> None:
         code = exit_code(error)
         if code:
             write_report(report_fd, code, error)
+            # An error of a loader's worker refers to itself and to the loader's iterator, which as garbage in an exit
+            # hook would wait for each worker for seconds.
+            forget_frames(error)
         if not isinstance(error, SystemExit):
             faulthandler.dump_traceback_later(LEAVE_SECONDS, exit=True, file=2)  # sys.stderr may not be a file
     end_process(code, host.announce_end if host else None)
@@ -210,6 +214,18 @@ def format_error(error: BaseException) -> dict[str, str]:
         "traceback": two_ends("".join(whole.format()), 1_000_000),
         "brief": two_ends("".join(TracebackException.from_exception(error).format()), 10_000),
     }
+
+
+def forget_frames(error: BaseException | None) -> None:
+    """Clear the local variables in the frames of an error and of its causes; frames that still run keep theirs."""
+    from traceback import walk_tb
+
+    while error is not None:
+        for frame, _ in walk_tb(error.__traceback__):
+            with suppress(RuntimeError):  # it still runs
+                frame.clear()
+            frame.f_locals.keys()  # before Python 3.13 this updates a copy of them, which `explain` may have made
+        error = error.__cause__ or error.__context__
 
 
 def two_ends(text: str, limit: int) -> str:

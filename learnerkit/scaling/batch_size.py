@@ -26,12 +26,13 @@ from learnerkit.inspection.undoing import held_tensors, state_tensors
 from learnerkit.marks import collective, not_collective
 from learnerkit.parallel.distributed import DistributedCallback
 from learnerkit.parallel.model_checks import rank_norms
+from learnerkit.processes.rank_main import forget_frames
 from learnerkit.scaling.rate import plain_rates, ranks_of, step_of
 from learnerkit.scaling.trials import attempt, training_ranks, trying
 from learnerkit.state import Learner
 from learnerkit.text import in_units
 from learnerkit.torch_internals import LiveBytes, uncompiled
-from learnerkit.utils import forget_frames, memory_of, replaced, unwrap
+from learnerkit.utils import memory_of, replaced, unwrap
 from learnerkit.values import entries
 
 _T = TypeVar("_T")
