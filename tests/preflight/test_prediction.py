@@ -44,7 +44,7 @@ def mlp(bs=32, model=None, **kwargs):
 
 
 def conv(bs=6):
-    blocks = [nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()) for _ in range(3)]
+    blocks = [nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()) for _ in range(2)]
     model = nn.Sequential(nn.Conv2d(3, 16, 3), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
     return learner(model, torch.randn(bs, 3, 24, 24), torch.randint(10, (bs,)))
 
@@ -193,11 +193,16 @@ class Keeps(Callback):
     pass
 
 
+@pytest.fixture(scope="module")
+def plain():
+    """The prediction without callbacks."""
+    return predict_memory(conv())
+
+
 @pytest.mark.parametrize(
     "cb", [GradientAccumulation(n_batches=2), MixedPrecision("bf16"), ActivationCheckpointing()], ids=repr
 )
-def test_callbacks_take_part(cb):
-    plain = predict_memory(conv())
+def test_callbacks_take_part(plain, cb):
     added = predict_memory(conv(), cbs=[cb])
     learn = conv()
     learn.add_cb(cb)
