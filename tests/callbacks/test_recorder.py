@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import itertools
 import re
 import sys
 from functools import partial
@@ -74,12 +75,14 @@ def smoothed(losses, beta):
 # Columns
 
 
-@pytest.mark.parametrize("add_time", [True, False])
 @pytest.mark.parametrize("train_metrics", [True, False])
 @pytest.mark.parametrize("valid_metrics", [True, False])
-@pytest.mark.parametrize("valid", [4, None])
-@pytest.mark.parametrize("logged", [True, False])
-def test_columns_and_values_agree(add_time, train_metrics, valid_metrics, valid, logged):
+def test_columns_and_values_agree(train_metrics, valid_metrics):
+    for add_time, valid, logged in itertools.product([True, False], [4, None], [True, False]):
+        check_columns(add_time, train_metrics, valid_metrics, valid, logged)
+
+
+def check_columns(add_time, train_metrics, valid_metrics, valid, logged):
     recorder = Recorder(add_time=add_time, train_metrics=train_metrics, valid_metrics=valid_metrics)
     log = Callback(after_batch=lambda cb: cb.learn.log_metric("extra", cb.iter))
     learn = learner([mae, mse], make_dls(valid=valid), [log] if logged else [], recorder)
