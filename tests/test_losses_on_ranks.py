@@ -12,7 +12,7 @@ from learnerkit import Callback, CancelBackwardException, CancelBatchException, 
 
 pytestmark = pytest.mark.ranks(2)
 
-N = 31  # in batches of 3: in the last step of an epoch one rank has no data
+N = 19  # in batches of 3: in the last step of an epoch one rank has no data
 
 
 def make_learner(model, loss_func=None, n_inp=1, bs=3, kind=Learner, **kwargs):
