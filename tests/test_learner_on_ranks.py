@@ -196,7 +196,7 @@ def test_the_rate_finder_finds_the_same_and_leaves_no_trace():
         learn.fit(1)
         state = copy.deepcopy((learn.opt.state_dict(), learn.recorder.values, torch.get_rng_state()))
         before = weights(learn).clone()
-        found = learn.lr_find(num_it=60, show_plot=False)
+        found = learn.lr_find(num_it=24, show_plot=False)
         assert torch.equal(before, weights(learn))
         assert repr(state[0]) == repr(learn.opt.state_dict())
         assert state[1] == learn.recorder.values
