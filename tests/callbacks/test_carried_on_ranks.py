@@ -51,7 +51,7 @@ def test_two_processes_have_the_rows_of_one(accumulated):
 @pytest.mark.parametrize("stop", [3, pytest.param(6, marks=pytest.mark.slow)])
 def test_a_resumed_run_has_the_same_weights(stop, tmp_path):
     def make(*cbs):
-        return learner(cbs=[CheckpointCallback(tmp_path, every=1, resume=True), *cbs])
+        return learner(cbs=[CheckpointCallback(tmp_path, every=3, resume=True), *cbs])
 
     whole = fit(learner(), split_batches=True)
     with pytest.raises(Killed):
