@@ -20,7 +20,7 @@ pytestmark = [
 
 
 def learner(**kwargs):
-    dls = DataLoaders.from_datasets(make_data(200, 64), make_data(8, 64, seed=1), bs=4, device="cpu")
+    dls = DataLoaders.from_datasets(make_data(50, 64), make_data(8, 64, seed=1), bs=4, device="cpu")
     return Learner(dls, make_model(64), nn.MSELoss(), opt_func=SGD, lr=0.1, **kwargs)
 
 
@@ -36,21 +36,21 @@ def test_the_ranks_agree_on_what_fits_on_all():
     before, state = weights(learn.model), torch.get_rng_state()
     gradients = sum(p.nbytes for p in learn.model.parameters())
     alone = found(learner())[0]
-    assert alone.effective == alone.batch_size == 200  # outside each rank is by itself
+    assert alone.effective == alone.batch_size == 50  # outside each rank is by itself
     with learn.distrib_ctx():
         free, _ = found(learn)
-        assert list(free.tried) == [4, 8, 16, 32, 64, 100]  # of 200 samples
-        assert free.tried[64] - alone.tried[64] == gradients  # in DDP's buckets
-        few, out = found(learn, free.tried[32] if rank else 2**30)
-        assert (few.batch_size, few.effective, few.limit) == (32, 64, free.tried[32])
-        assert few.tried[64] is None
-        assert few.lr == pytest.approx(0.1 * 64 / 8)
+        assert list(free.tried) == [4, 8, 16, 25]  # of 50 samples
+        assert free.tried[16] - alone.tried[16] == gradients  # in DDP's buckets
+        few, out = found(learn, free.tried[8] if rank else 2**30)
+        assert (few.batch_size, few.effective, few.limit) == (8, 16, free.tried[8])
+        assert few.tried[16] is None
+        assert few.lr == pytest.approx(0.1 * 16 / 8)
         assert out == (f"{few}\n" if distributed.is_main() else "")
         assert distributed.same_everywhere(repr(few))
-        wanted, _ = found(learn, few.limit, bs=128)
+        wanted, _ = found(learn, few.limit, bs=32)
         assert wanted.n_batches > 1
         assert 2 * wanted.batch_size * wanted.n_batches == wanted.effective
-        assert 128 <= wanted.effective < 128 + 2 * wanted.n_batches
+        assert 32 <= wanted.effective < 32 + 2 * wanted.n_batches
         with raises(torch.OutOfMemoryError, "a batch of 1 does not fit", "may take 0.977 KB, 100% of the memory"):
             found(learn, 1000 if rank else 2**30)
         assert same_weights(before, weights(learn.model))
@@ -58,7 +58,7 @@ def test_the_ranks_agree_on_what_fits_on_all():
         assert learn.opt is None
     with learn.no_logging(), learn.distrib_ctx(split_batches=True):
         split, _ = found(learn)
-        assert (min(split.tried), split.batch_size, split.effective) == (2, 100, 200)
+        assert (min(split.tried), split.batch_size, split.effective) == (2, 25, 50)
         learn.fit(1)
     assert distributed.same_everywhere([p.tolist() for p in learn.model.parameters()])
 
@@ -81,7 +81,7 @@ def test_an_error_on_one_rank_is_one_on_all():
         learn.remove_cb(cb)
         with learn.added_cbs(Callback(after_loss=talk)), raises(RuntimeError, "a step in one process called"):
             found(learn)
-        assert found(learn)[0].batch_size == 100
+        assert found(learn)[0].batch_size == 25
 
 
 def test_a_sharded_model_is_refused():
