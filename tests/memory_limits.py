@@ -70,7 +70,7 @@ def far(a, b):
     return (first - second).abs().max().item()
 
 
-def fit(limit=None, cbs=(), together=True, *, model, epochs=2, n=100, loss=None, shard=False, options=None, **kwargs):
+def fit(limit=None, cbs=(), together=True, *, model, epochs=2, n=76, loss=None, shard=False, options=None, **kwargs):
     """A learner that all ranks have trained together, or one process by itself."""
     torch.manual_seed(3)
     x, y = torch.randn(n, 4, dtype=torch.float64), torch.randint(3, (n,))
