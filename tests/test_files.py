@@ -492,9 +492,9 @@ def test_a_file_with_flipped_bytes_never_half_loads():
     learn = trained()
     path = learn.save("one")
     whole = path.read_bytes()
+    other = make_learner(model=make_model(seed=9), opt_func=AdamW)
     for place in range(0, len(whole), max(1, len(whole) // 25)):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 0xFF]) + whole[place + 1 :])
-        other = make_learner(model=make_model(seed=9), opt_func=AdamW)
         before = weights(other.model)
         try:
             other.load("one")
@@ -788,11 +788,11 @@ def test_r29_a_full_disk_is_an_error_with_the_path(name):
 
 
 def test_r28_a_compressed_file_is_refused_before_it_fills_the_memory(tmp_path):
-    torch.save({"0.weight": torch.zeros(2**24)}, tmp_path / "large.pth")  # 64 MB
+    torch.save({"0.weight": torch.zeros(2**20)}, tmp_path / "large.pth")  # 4 MB
     with zipfile.ZipFile(tmp_path / "large.pth") as plain, zipfile.ZipFile(tmp_path / "bomb.pth", "w") as bomb:
         for part in plain.infolist():
             bomb.writestr(part.filename, plain.read(part), zipfile.ZIP_DEFLATED)
-    assert (tmp_path / "bomb.pth").stat().st_size < 2**17
+    assert (tmp_path / "bomb.pth").stat().st_size < 2**14
     for file in (tmp_path / "bomb.pth", BytesIO((tmp_path / "bomb.pth").read_bytes())):
         with pytest.raises(CheckpointError, match="its parts are compressed, which torch.save never does"):
             make_learner().load(file)
