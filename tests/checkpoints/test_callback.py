@@ -101,13 +101,14 @@ def whole():
     return of
 
 
+QUICK = (EPOCH, EPOCH + 5)
 SLOW = ("accumulation", "EMA", "fp16", "several optimizers")
 SOAK = (
     "workers", "LBFGS", "torch's schedulers", "early stopping", "counting sampler", "batch norm", "cancels",
     "augmentation", "budget",
 )  # fmt: skip
 STEPS_OF = [
-    pytest.param("one cycle", (EPOCH, EPOCH + 5), id="one cycle"),
+    pytest.param("one cycle", QUICK, id="one cycle"),
     *(pytest.param(name, (EPOCH, EPOCH + 3), id=name, marks=pytest.mark.slow) for name in SLOW),
     *(pytest.param(name, (EPOCH, EPOCH + 3), id=name, marks=pytest.mark.soak) for name in SOAK),
     *(pytest.param(name, range(1, STEPS + 1), id=f"{name}, all", marks=pytest.mark.soak) for name in ONE_FIT),
@@ -119,7 +120,7 @@ STEPS_OF = [
 def test_r23_a_fit_that_dies_after_any_step_ends_as_one_that_does_not(name, steps, tmp_path, whole):
     for at in steps:
         folder = tmp_path / str(at)
-        every = at if name == "one cycle" else 1  # the last checkpoint is then the only one
+        every = at if steps == QUICK else 1  # the last checkpoint is then the only one
         died = finished(make(name, folder, Kill(at), every=every), name)
         ended = finished(make(name, folder, resume=True, every=every), name, died["order"])
         assert different(whole(name), ended) == [], at
