@@ -160,7 +160,8 @@ def await_all(keys: dist.Store, what: str, timeout: float, none_moves: Callable[
                 keys.delete_key(names[here])  # otherwise a late rank would think that this one is here
                 if stands:
                     raise not_together(f"{me}, and {ranks} {'wait' if len(missing) > 1 else 'waits'} in another call")
-                raise not_together(f"{me}{' and' if what else ''} waited {timeout:.0f} s for {ranks}")
+                longer = "; where it only needs longer, raise --timeout, or distrib_ctx(timeout=...)"
+                raise not_together(f"{me}{' and' if what else ''} waited {timeout:.0f} s for {ranks}", longer)
             time.sleep(pause)
             pause = min(1.1 * pause, 0.05)
             if here and port and has_closed(port):
@@ -175,11 +176,11 @@ def await_all(keys: dist.Store, what: str, timeout: float, none_moves: Callable[
     return calls
 
 
-def not_together(text: str) -> PeerError:
-    """Return the error of a rank that has made a call which others have not made."""
+def not_together(text: str, more: str = "") -> PeerError:
+    """Return the error of a rank that has made a call which others have not made; `more`: the end of its message."""
     return PeerError(
-        f"{text}; every rank must make the same calls of fit, validate, get_preds and the like, in the same order "
-        "(errors.html#peers)",
+        f"{text}; every rank must make the same calls of fit, validate, get_preds and the like, in the same order"
+        f"{more} (errors.html#peers)",
         standstill=True,  # no other error will follow
     )
 
@@ -259,6 +260,8 @@ def _meet_in_store(
         raise _not_met(me + said) from None
     except (RuntimeError, TimeoutError) as e:
         raise _not_met(f"{me}the other processes of this run did not come within {wait:.0f} s") from e
+    except ValueError as e:  # a variable is missing
+        raise _not_met(f"{me}the address of the other processes is not known ({e})") from e
     keys.set_timeout(timeout or default_timeout())
     return keys
 

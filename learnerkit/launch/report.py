@@ -106,7 +106,7 @@ def report(ranks: list[Rank], reason: int | Outcome, topology: Topology, began: 
         say(f"rank {rank.number} {how_where_and_when(rank, began)}" + (f":\n{details}" if details else ""))
     for rank in failed[0 if by_others else 1 :]:
         error = rank.report.error
-        say(f"rank {rank.number} then " + (f"failed: {error}" if error else how_it_ended(rank)))
+        say(f"rank {rank.number} then " + (f"failed: {error}" if error else how_it_ended(rank).rstrip(",")))
     for rank in ranks:
         if rank not in failed and (failed or by_others or signal.SIGKILL in rank.stop_signals):
             say(f"rank {rank.number} {how_where_and_when(rank, began)}")
