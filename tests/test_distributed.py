@@ -201,6 +201,14 @@ def test_an_address_where_rank_0_is_not_is_an_error(second_of_two, capfd):
     assert capfd.readouterr() == ("", "")
 
 
+def test_variables_of_another_run_without_an_address_are_told(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(RuntimeError, match="address of the other processes is not known .*MASTER_ADDR.* unset them"):
+        distributed.join()
+
+
 @pytest.mark.slow
 def test_ranks_wait_for_a_launchers_store_however_late_rank_0_imports_torch(monkeypatch, second_of_two):
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")

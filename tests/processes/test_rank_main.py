@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 
 import pytest
 
@@ -94,3 +95,26 @@ def test_a_whole_traceback_is_kept_on_request(monkeypatch):
     monkeypatch.delenv("LEARNERKIT_TRACEBACK")
     e.value.__cause__ = e.value.__context__ = e.value  # what refers to itself ends, too
     assert "in call" not in rank_main.user_traceback(e.value)
+
+
+class Iterator:
+    """Raises an error that refers to itself, as those of a loader's workers do."""
+
+    def __next__(self):
+        error = ValueError("of a worker")
+        raise error
+
+
+def fails():
+    next(Iterator())
+
+
+def test_what_the_frames_of_an_error_hold_is_freed_at_once():
+    with pytest.raises(ValueError, match="of a worker") as caught:
+        fails()
+    frame = caught.traceback[-1].frame.raw
+    held = weakref.ref(frame.f_locals["self"])  # before Python 3.13 this makes a copy that holds it, too
+    error, caught = caught.value, None
+    assert held() is not None
+    rank_main.forget_frames(error)
+    assert held() is None
