@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import CodeType, ModuleType
@@ -220,12 +220,22 @@ def forget_frames(error: BaseException | None) -> None:
     """Clear the local variables in the frames of an error and of its causes; frames that still run keep theirs."""
     from traceback import walk_tb
 
-    while error is not None:
-        for frame, _ in walk_tb(error.__traceback__):
+    for each in _with_causes(error):
+        for frame, _ in walk_tb(each.__traceback__):
             with suppress(RuntimeError):  # it still runs
                 frame.clear()
             frame.f_locals.keys()  # before Python 3.13 this updates a copy of them, which `explain` may have made
-        error = error.__cause__ or error.__context__
+
+
+def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and all its causes, each once: `raise error from error` makes an error its own cause."""
+    chain, seen = [error], set[int]()
+    for each in chain:  # The loop appends to the list.
+        if each is None or id(each) in seen:
+            continue
+        seen.add(id(each))
+        yield each
+        chain += each.__cause__, each.__context__, *(each.exceptions if isinstance(each, BaseExceptionGroup) else ())
 
 
 def two_ends(text: str, limit: int) -> str:
@@ -323,12 +333,7 @@ def shorten(error: BaseException) -> None:
     The innermost frame stays because the error may be the package's own. The frames in which torch only calls a
     module's `forward` go, too.
     """
-    chain: list[BaseException | None] = [error]
-    seen = set[int]()
-    for each in chain:  # The loop appends to the list.
-        if each is None or id(each) in seen:
-            continue
-        seen.add(id(each))
+    for each in _with_causes(error):
         kept, trace = [], each.__traceback__
         while trace is not None:
             code = trace.tb_frame.f_code
@@ -338,7 +343,6 @@ def shorten(error: BaseException) -> None:
         for outer, inner in zip(kept, kept[1:], strict=False):
             outer.tb_next = inner
         each.__traceback__ = kept[0] if kept else None
-        chain += each.__cause__, each.__context__, *(each.exceptions if isinstance(each, BaseExceptionGroup) else ())
 
 
 def wants_short() -> bool:

@@ -118,3 +118,11 @@ def test_what_the_frames_of_an_error_hold_is_freed_at_once():
     assert held() is not None
     rank_main.forget_frames(error)
     assert held() is None
+
+
+def test_an_error_that_is_its_own_cause_is_gone_through_once():
+    with pytest.raises(ValueError, match="of a worker") as caught:
+        fails()
+    caught.value.__cause__ = caught.value
+    rank_main.forget_frames(caught.value)
+    rank_main.shorten(caught.value)
