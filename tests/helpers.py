@@ -71,6 +71,12 @@ def make_dls(train=8, valid=4, bs=4, data=make_data, **kwargs):
     return DataLoaders(DataLoader(data(train), bs), *others, device="cpu", **kwargs)
 
 
+def padded(batch):
+    """Collate rows of inputs and of classes of any length: the longest of the batch is the length of all."""
+    x, y = zip(*batch, strict=True)
+    return nn.utils.rnn.pad_sequence(x, True), nn.utils.rnn.pad_sequence(y, True, padding_value=-100)
+
+
 class Unsized:
     """A loader without length."""
 

@@ -399,13 +399,22 @@ def decoder(loss_func: Any, names: Any = None) -> Callable[[Any], Any]:
 
     Raises:
         ValueError: the loss is none of torch's for classes or numbers, and has neither `decode` nor fastai's `decodes`.
+            So does the function, of predictions in which it cannot tell the classes of a model's own loss.
     """
-    if loss_func is None and names is not None:
-        return partial(_decoded, None, names=names)
     if (decode := decode_of(loss_func)) is not None:
         return decode
     loss = "the model's own loss" if loss_func is None else repr(loss_func)
-    raise ValueError(
+    unknown = ValueError(
         f"with_decoded=True: it is not known how to decode predictions for {loss}; give the loss a method "
         "`decode(pred)`, or decode the predictions yourself"
     )
+    if loss_func is not None or names is None:
+        raise unknown
+
+    def by_names(pred: Any) -> Any:
+        decoded = _decoded(None, pred, names)
+        if decoded is None:
+            raise unknown
+        return decoded
+
+    return by_names

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from helpers import make_classes, make_data, make_dls, make_learner, make_model, mostly_slow, raising
+from helpers import make_classes, make_data, make_dls, make_learner, make_model, mostly_slow, padded, raising
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler, TensorDataset
@@ -100,10 +100,6 @@ def test_the_loss_of_a_sample_does_not_depend_on_what_is_beside_it():
 
         def forward(self, x):
             return self.body(x).transpose(1, 2)
-
-    def padded(batch):
-        x, y = zip(*batch, strict=True)
-        return nn.utils.rnn.pad_sequence(x, True), nn.utils.rnn.pad_sequence(y, True, padding_value=-100)
 
     data = [(torch.randn(n, 2), torch.arange(n) % 3) for n in (3, 7, 5)]
     learn = make_learner(DataLoaders.from_datasets(data, data, bs=3, collate_fn=padded), Tags(), nn.CrossEntropyLoss())
@@ -577,6 +573,9 @@ def test_classes_of_tokens_are_in_the_last_dimension_unless_there_are_as_many_to
     learn = Learner(DataLoaders.from_datasets(data, data, classes="abc", device="cpu"), Tags(9, 3))
     decoded = learn.predict(data[0][0]).decoded
     assert torch.equal(decoded, learn.model.weight[:tokens].argmax(1)) if right else decoded is None
+    refused = nullcontext() if right else pytest.raises(ValueError, match="decode predictions for the model's own loss")
+    with refused:
+        learn.get_preds(with_decoded=True)
 
 
 def test_predict_has_the_precision_of_the_learner_and_needs_no_torch_loader():

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import make_classes, make_data, make_dls, make_learner
+from helpers import make_classes, make_data, make_dls, make_learner, padded
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -191,10 +191,6 @@ def test_results_come_from_all_over_the_dataset():
     shown = make_learner(dls, Tokens(), nn.CrossEntropyLoss()).show_results(n=2)  # as many tokens as classes
     assert [row[-2] for row in shown.rows] == ["0 1 2", "1 1 1"]
     rows = [(torch.arange(n), torch.arange(n) % 3) for n in (2, 4)]
-
-    def padded(batch):
-        x, y = zip(*batch, strict=True)
-        return nn.utils.rnn.pad_sequence(x, True), nn.utils.rnn.pad_sequence(y, True, padding_value=-100)
 
     dls = DataLoaders.from_datasets(rows, rows, bs=4, collate_fn=padded, device="cpu")
     shown = make_learner(dls, Tokens(), nn.CrossEntropyLoss()).show_results(n=2)
