@@ -26,7 +26,7 @@ class Ending:
         standstill: the ranks came to a standstill, and no other error will come.
         signal: the signal that caused it, for the launcher to report; 0: none.
         rank: the rank that has told the others of it; -1: none.
-        event, callback, epoch, step: the place where it was raised; outside of a hook there is no callback.
+        event, callback, phase, epoch, step: the place where it was raised; outside of a hook there is no callback.
         cause: its class and message, in one line.
     """
 
@@ -37,6 +37,7 @@ class Ending:
     rank: int = -1
     event: str = ""
     callback: str = ""
+    phase: str = ""
     epoch: int = -1
     step: int = -1
     cause: str = ""
@@ -132,5 +133,6 @@ def where(facts: Mapping[str, Any]) -> str:
     """Describe where in a run a rank is; outside of a batch the step is left out, as it is that of the last one."""
     by = f" of {facts['callback']}" if facts["callback"] else ""
     outside = facts["event"].endswith(("_fit", "_epoch", "_train", "_validate"))
-    step = "" if outside else f", step {facts['step']}"
+    batch = "evaluation batch" if facts.get("phase") == "evaluation" else "step"
+    step = "" if outside else f", {batch} {facts['step']}"
     return f"{facts['event']}{by} (epoch {facts['epoch']}{step})"

@@ -434,10 +434,13 @@ class Storage:
                 self.lock.check()
                 self._remove_torn()
             return f"{name}.id-{secrets.token_hex(4)}"
-        self.path.mkdir(parents=True, exist_ok=True)
-        remove_left_over(self.path, self._since)
         folder = temporary_name(self.path / name)
-        folder.mkdir()
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            remove_left_over(self.path, self._since)
+            folder.mkdir()
+        except OSError as e:
+            raise CheckpointError(f"{self.path} is no directory that can be written to: {e}") from e
         return folder.name
 
     def _remove_torn(self) -> None:

@@ -12,7 +12,7 @@ from learnerkit.endings import ExceptionReport, is_collective_error
 from learnerkit.launch.environment import Topology
 from learnerkit.processes.heartbeat import Heartbeat
 from learnerkit.processes.rank_main import wants_short
-from learnerkit.text import escaped, killed_by, signal_name
+from learnerkit.text import escaped, first_few, killed_by, signal_name
 
 MAY_FOLLOW, FOLLOWS = 1, 2  # see follows
 
@@ -104,9 +104,17 @@ def report(ranks: list[Rank], reason: int | Outcome, topology: Topology, began: 
         if one_line:
             details = told.error
         say(f"rank {rank.number} {how_where_and_when(rank, began)}" + (f":\n{details}" if details else ""))
+    later: dict[str, list[int]] = {}
     for rank in failed[0 if by_others else 1 :]:
         error = rank.report.error
-        say(f"rank {rank.number} then " + (f"failed: {error}" if error else how_it_ended(rank).rstrip(",")))
+        how = f"failed: {error}" if error else how_it_ended(rank).rstrip(",")
+        later.setdefault(how, []).append(rank.number)
+    for how, (number, *more) in later.items():
+        if not more:
+            say(f"rank {number} then {how}")
+            continue
+        how = f"were {how[4:]}" if how.startswith("was ") else how
+        say(f"ranks {first_few(sorted([number, *more]))} then {how}")
     for rank in ranks:
         if rank not in failed and (failed or by_others or signal.SIGKILL in rank.stop_signals):
             say(f"rank {rank.number} {how_where_and_when(rank, began)}")

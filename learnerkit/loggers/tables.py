@@ -3,13 +3,12 @@
 import csv
 import json
 import math
-import os
 from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from learnerkit.files import name_or_path, temporary_name
+from learnerkit.files import name_or_path, replacing
 from learnerkit.loggers.logger import Logger, Record
 
 
@@ -98,10 +97,8 @@ def _check_regular(path: Path) -> None:
 
 def _replace(path: Path, rows: list[list[str]]) -> None:
     """Rewrite a file, so that a killed process leaves either the new one or the old one."""
-    temporary = temporary_name(path)
-    with temporary.open("x", encoding="utf-8", newline="") as file:
+    with replacing(path) as temporary, temporary.open("x", encoding="utf-8", newline="") as file:
         csv.writer(file, lineterminator="\n").writerows(rows)
-    os.replace(temporary, path)
 
 
 class JSONLogger(_FileLogger):

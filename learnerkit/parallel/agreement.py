@@ -151,7 +151,8 @@ class Agreement:
                 return
         mark(
             error, rank=self.watch.rank, event=known.event or f"the loop, after {self.event}",
-            epoch=self.learn.epoch, step=max(self.learn.iter, 0), cause=in_one_line(error),
+            phase=self.watch.heartbeat.read()["phase"], epoch=self.learn.epoch, step=max(self.learn.iter, 0),
+            cause=in_one_line(error),
         )  # fmt: skip
         self.watch.fail(ending_of(error))
 

@@ -5,6 +5,7 @@ module`` would have given it: no module of this package is in `sys.modules` unle
 """
 
 import atexit
+import contextlib
 import ctypes
 import faulthandler
 import gc
@@ -17,7 +18,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import CodeType, ModuleType
 from typing import Any, NoReturn
@@ -26,6 +26,7 @@ LEAVE_SECONDS = 3.0  # after an error: how long threads and exit hooks may take 
 END_SECONDS = 1.0  # how long ranks that wait for this one may take to hear that it ends
 PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+HIDDEN = PACKAGE, contextlib.__file__
 CALLS = ("_wrapped_call_impl", "_call_impl")  # the methods of nn.Module that call `forward`
 
 _libc = ctypes.CDLL(None)
@@ -222,7 +223,7 @@ def forget_frames(error: BaseException | None) -> None:
 
     for each in _with_causes(error):
         for frame, _ in walk_tb(each.__traceback__):
-            with suppress(RuntimeError):  # it still runs
+            with contextlib.suppress(RuntimeError):  # it still runs
                 frame.clear()
             frame.f_locals.keys()  # before Python 3.13 this updates a copy of them, which `explain` may have made
 
@@ -331,13 +332,13 @@ def shorten(error: BaseException) -> None:
     """Take this package's frames out of the tracebacks of an error and its causes, except the innermost of each.
 
     The innermost frame stays because the error may be the package's own. The frames in which torch only calls a
-    module's `forward` go, too.
+    module's `forward`, and those of `contextlib`, go, too.
     """
     for each in _with_causes(error):
         kept, trace = [], each.__traceback__
         while trace is not None:
             code = trace.tb_frame.f_code
-            if trace.tb_next is None or not (code.co_filename.startswith(PACKAGE) or code.co_name in CALLS):
+            if trace.tb_next is None or not (code.co_filename.startswith(HIDDEN) or code.co_name in CALLS):
                 kept.append(trace)
             trace = trace.tb_next
         for outer, inner in zip(kept, kept[1:], strict=False):

@@ -167,7 +167,9 @@ class _Search:
         refuse_iterator(dls.valid, "validation ")
         if dls.valid is not None:
             self.valid = ShortLoader(dls.valid, 1) if _why_fixed(dls.valid) else _Source(dls.valid)
-        whole = self.train.n if self.bs is None else min(self.train.n, self.bs)
+        if self.bs is not None:
+            self.bs = min(self.bs, self.train.n)  # accumulation ends with the epoch
+        whole = self.bs or self.train.n
         start, most = -(-self.train.size // (ranks if self.split else 1)), -(-whole // ranks)
         self._limit = int(self.share * memory_of(dls.device))
         return min(start, most), most, self._limit

@@ -639,6 +639,13 @@ def test_callbacks_that_hold_tensors_or_modules_and_have_no_state_are_named(tmp_
             learn.fit(1)
 
 
+def test_a_path_of_a_file_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file", tmp_path / "file" / "run"):
+        with raises(CheckpointError, f"{path} is no directory that can be written to"):
+            make_learner(cbs=CheckpointCallback(path)).fit(1)
+
+
 def test_a_checkpoint_that_was_moved_and_linked_is_used_and_stays(tmp_path, whole):
     died = finished(make("plain", tmp_path / "run", Kill(9), keep=1, every=9), "plain")
     [newest] = (tmp_path / "run").glob("fit*")

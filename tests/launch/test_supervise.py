@@ -66,6 +66,19 @@ def test_the_first_failure_comes_first(capsys):
     ]
 
 
+def test_ranks_that_fail_alike_share_a_line(capsys):
+    ranks = [ended(i, 1, 10.0 - i, "ValueError: 3 images" if i else "OSError: full") for i in range(5)]
+    ranks += [ended(5, -9, 20.0), ended(6, -9, 21.0)]
+    assert report(ranks, None, began=0.0) == 1
+    assert says(capsys.readouterr().err) == [
+        "learnerkit.launch: rank 4 failed (exit code 1) after 6.0 s:",
+        "learnerkit.launch: ranks 1, 2, 3 then failed: ValueError: 3 images",
+        "learnerkit.launch: rank 0 then failed: OSError: full",
+        "learnerkit.launch: ranks 5, 6 then were killed by signal 9 (SIGKILL), as the kernel does when memory runs out "
+        "(see dmesg)",
+    ]
+
+
 KILLED, ABORTED = ended(0, -9, 4.0), ended(0, -6, 4.0)
 OWN = ended(1, 1, 3.0, "ValueError: mine")
 CLOSED = ended(2, 1, 2.0, "RuntimeError: [gloo/tcp/pair.cc:598] Connection closed by peer [127.0.0.1]:1")

@@ -19,6 +19,7 @@ from learnerkit import (
     CancelEpochException,
     CancelFitException,
     CheckpointCallback,
+    CheckpointError,
     CSVLogger,
     JSONLogger,
     Recorder,
@@ -300,6 +301,9 @@ def test_a_table_goes_where_a_link_leads_and_stays_there(tmp_path):
     assert (tmp_path / "link.csv").is_symlink()
     assert len(table(tmp_path / "disk" / "table.csv")) == 2
     assert [p.name for p in (tmp_path / "disk").iterdir()] == ["table.csv"]
+    if os.path.isdir("/proc"):  # where not even root can write
+        with raises(CheckpointError, "/proc/table.csv cannot be written"):
+            learner(CSVLogger("/proc/table.csv")).fit(1)
     os.mkfifo(tmp_path / "pipe")
     for name in ("disk", "pipe"):
         with raises(ValueError, f"{tmp_path / name} cannot be continued or replaced, as it is no regular file"):

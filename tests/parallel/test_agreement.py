@@ -642,7 +642,7 @@ class Waits(Callback):
             dist.all_reduce(torch.ones(1))
 
 
-def ends_in_boom(event, learn):
+def ends_in_boom(event, learn, batch="step"):
     """All ranks end soon: the last one with its own error, the others with one that says where and why."""
     error, took = fit(learn)
     if RANK == LAST:
@@ -653,7 +653,7 @@ def ends_in_boom(event, learn):
         text = str(error)
         assert text.startswith(f"rank {LAST} failed in {event} of Do (epoch "), text
         assert "): ValueError: boom\n" in text, text
-        assert (f"(epoch 0, step {step})" in text.partition("\n")[0]) == (event in INNER_EVENTS), text
+        assert (f"(epoch 0, {batch} {step})" in text.partition("\n")[0]) == (event in INNER_EVENTS), text
     check_after(learn, took=took, alike=False)
 
 
@@ -666,7 +666,8 @@ def test_an_error_at_any_event_ends_all_ranks(event):
 @pytest.mark.slow
 @on_ranks
 def test_an_error_in_validation_ends_all_ranks():
-    ends_in_boom("before_batch", make_learner(Do("before_batch", throw(ValueError("boom")), training=False)))
+    learn = make_learner(Do("before_batch", throw(ValueError("boom")), training=False))
+    ends_in_boom("before_batch", learn, "evaluation batch")
 
 
 @pytest.mark.slow

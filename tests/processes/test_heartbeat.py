@@ -12,4 +12,6 @@ def test_a_step_is_named_where_there_is_a_batch():
     assert with_step == set(Event) - without
     in_loop = {"event": "the loop, after after_loss", "callback": "", "epoch": 0, "step": 3}
     assert where(in_loop) == "the loop, after after_loss (epoch 0, step 3)"
+    evaluated = where(in_loop | {"phase": "evaluation"})
+    assert evaluated == "the loop, after after_loss (epoch 0, evaluation batch 3)"
     assert where(in_loop | {"event": "the loop, after before_validate"}).endswith("before_validate (epoch 0)")

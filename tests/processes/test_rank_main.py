@@ -5,7 +5,9 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 import weakref
+from contextlib import contextmanager
 
 import pytest
 
@@ -118,6 +120,24 @@ def test_what_the_frames_of_an_error_hold_is_freed_at_once():
     assert held() is not None
     rank_main.forget_frames(error)
     assert held() is None
+
+
+@contextmanager
+def managed():
+    yield
+
+
+@managed()
+def decorated():
+    fails()
+
+
+def test_a_short_traceback_has_no_frames_of_contextlib():
+    with pytest.raises(ValueError, match="of a worker") as caught:
+        decorated()
+    rank_main.shorten(caught.value)
+    names = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert names[1:] == ["decorated", "fails", "__next__"]
 
 
 def test_an_error_that_is_its_own_cause_is_gone_through_once():

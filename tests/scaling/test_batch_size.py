@@ -119,7 +119,9 @@ def test_it_never_has_more_samples_than_the_training_set_or_than_are_wanted(memo
 
 def test_the_accumulation_and_the_rate_are_those_of_the_effective_batch(memory, capsys):
     learn = wide(train=24, valid=None, lr=0.1)
-    memory(learn.find_batch_size(bs=1000).tried[8])
+    found = learn.find_batch_size(bs=1000)
+    assert (found.batch_size, found.n_batches, found.effective) == (24, 1, 24)  # as many as an epoch has
+    memory(found.tried[8])
     found = learn.find_batch_size(share=1, bs=24)
     assert (found.batch_size, found.n_batches, found.effective) == (8, 3, 24)
     assert found.lr == pytest.approx(0.1 * 24 / 4)  # SGD, whose loader has batches of 4
