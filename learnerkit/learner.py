@@ -42,6 +42,7 @@ from learnerkit.checkpoints.storage import read_checkpoint
 from learnerkit.data.batches import loader_len
 from learnerkit.data.loaders import DataLoaders, Unpacker, check_loader
 from learnerkit.data.order import keep_seeds
+from learnerkit.data.show import DRAWN
 from learnerkit.data.stream import reading
 from learnerkit.events import (
     CancelBackwardException,
@@ -1039,6 +1040,11 @@ class Learner(RunState):
             raise ValueError(
                 f"got dl={dl!r} and batch_tfms={batch_tfms!r}; tta takes one of them, a loader that augments or an "
                 "augmentation of the inputs"
+            )
+        if self.dls.targets in DRAWN:
+            raise ValueError(
+                f"tta averages predictions of changed pictures, in which {self.dls.targets} lie in other places; take "
+                "get_preds"
             )
         act = activation_for(self, act, probs)
         plain, targets = self.get_preds(ds_idx, act=act)

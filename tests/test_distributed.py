@@ -116,7 +116,7 @@ def test_a_local_rank_without_an_accelerator_is_told_what_there_is(monkeypatch):
 
 # On several ranks
 
-on_ranks = pytest.mark.ranks(2, slow=[3, "torchrun"])
+on_ranks = pytest.mark.ranks(2, slow=[3], soak=["torchrun"])
 
 
 @on_ranks

@@ -33,7 +33,7 @@ from learnerkit.data.stream import (
     stream_of,
 )
 from learnerkit.data.weights import count_classes, labels_of, sample_weights
-from learnerkit.text import did_you_mean
+from learnerkit.text import did_you_mean, first_few
 from learnerkit.utils import check_keywords, suggests_keywords, warn
 from learnerkit.values import describe
 
@@ -121,6 +121,8 @@ class DataLoaders:
         check_dims(batch_dim)
         self.batch_size, self.batch_dim = batch_size, batch_dim
         self.decode, self._classes = decode, None if classes is None else list(classes)
+        if classes is None:
+            check_classes(*(getattr(dl, "dataset", None) for dl in self.loaders))
         self._device = torch.device(device) if device is not None else None
         self._pins = False  # use pinned memory on a CUDA device
         self._said = False  # the user was warned of a doubtful number of samples
@@ -183,7 +185,7 @@ class DataLoaders:
                     "weights= draws samples at random from a dataset with a length; leave out shuffle=False, sampler= "
                     "and batch_sampler="
                 )
-            drawn = sample_weights(weights, train_ds, _class_names(train_ds, classes))
+            drawn = sample_weights(weights, train_ds, class_names(train_ds, classes))
             train_only["sampler"] = WeightedRandomSampler(drawn, len(drawn))  # type: ignore[arg-type]  # a tensor will do
         if "batch_sampler" not in train_only:
             train_only["batch_size"] = bs
@@ -334,7 +336,7 @@ class DataLoaders:
     @property
     def classes(self) -> list[Any] | None:
         """The names of the classes: those given, else `classes` of the training set; `None` if it has none."""
-        return _class_names(self.train_ds, self._classes)
+        return class_names(self.train_ds, self._classes)
 
     @classes.setter
     def classes(self, names: Iterable[Any] | None) -> None:
@@ -663,12 +665,28 @@ def _drawn_by(dl: Any) -> tuple[int, int]:
 _KEYWORDS = [*signature(DataLoaders.from_datasets).parameters, *signature(DataLoader).parameters]
 
 
-def _class_names(ds: Any, given: Iterable[Any] | None) -> list[Any] | None:
+def class_names(ds: Any, given: Iterable[Any] | None) -> list[Any] | None:
     """Return the names of the classes: the given ones, else `classes` of a dataset, or of the dataset inside it."""
     while given is None and ds is not None:
         given, parts = getattr(ds, "classes", None), getattr(ds, "datasets", None)  # a ConcatDataset has `datasets`
         ds = parts[0] if parts else getattr(ds, "dataset", None)  # a Subset has `dataset`
-    return None if given is None else list(given)
+    return list(given) if isinstance(given, Iterable) else None
+
+
+def check_classes(train_ds: Any, *others: Any) -> None:
+    """Check that each number stands for the same class in all datasets.
+
+    Raises:
+        ValueError: the names of classes differ.
+    """
+    names = class_names(train_ds, None)
+    for ds in others:
+        theirs = class_names(ds, None)
+        if names and theirs and any(name != other for name, other in zip(names, theirs, strict=False)):
+            raise ValueError(
+                f"the datasets have other classes: {first_few(names)}, and {first_few(theirs)}; a number has to stand "
+                "for the same class in all of them. If it does, say their names by classes="
+            )
 
 
 def _check_datasets(train_ds: Any, valid_ds: Any) -> None:

@@ -1,9 +1,27 @@
-"""The split of a dataset's rows into training and validation."""
+"""The columns of a frame, and the split of a dataset's rows into training and validation."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import torch
+
+from learnerkit.text import did_you_mean, first_few
+
+
+def check_columns(frame: Any, names: Iterable[Any]) -> None:
+    """Refuse names that are not those of columns of a frame.
+
+    Raises:
+        TypeError: a list in place of a name.
+        ValueError: a column that is not there.
+    """
+    for name in names:
+        if isinstance(name, list):
+            raise TypeError(f"got {name!r} as a column; it is the name of one column")
+        if name not in frame.columns:
+            near = did_you_mean(name, map(str, frame.columns))
+            raise ValueError(f"there is no column {name!r}; the frame has {first_few(frame.columns, n=20)}{near}")
 
 
 def held_out(valid: Any, groups: Any, seed: int) -> np.ndarray:
@@ -38,5 +56,9 @@ def held_out(valid: Any, groups: Any, seed: int) -> np.ndarray:
             "0 to the last, or None"
         )
     if mask.all() or (valid is not None and not mask.any()):
-        raise ValueError(f"valid={valid!r} leaves {n - mask.sum()} rows to train on and {mask.sum()} to validate on")
+        several = isinstance(valid, float) and len(np.unique(groups)) > 1
+        raise ValueError(
+            f"valid={valid!r} leaves {n - mask.sum()} rows to train on and {mask.sum()} to validate on"
+            + f"; it is a share of each of the {len(np.unique(groups)):,} classes" * several
+        )
     return mask

@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader
 
 from learnerkit import distributed
 from learnerkit.callbacks.augmentation import BatchTransform
-from learnerkit.data.loaders import ONLY_INPUTS, DataLoaders
+from learnerkit.data.loaders import ONLY_INPUTS, DataLoaders, check_classes, class_names
 from learnerkit.data.order import keep_seeds
-from learnerkit.data.parts import held_out
+from learnerkit.data.parts import check_columns, held_out
 from learnerkit.data.show import DRAWN
 from learnerkit.export.reading import NoData
 from learnerkit.images.augmentation import ImageAugmentation
@@ -27,7 +27,7 @@ from learnerkit.images.reading import ImageReader
 from learnerkit.images.targets import ReadImages, TargetReader, listed, transformed
 from learnerkit.processes.machine import usable_cores
 from learnerkit.stores.paths import is_hidden, local_folder
-from learnerkit.text import did_you_mean, first_few
+from learnerkit.text import first_few
 from learnerkit.utils import replaced, suggests_keywords
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".pgm", ".ppm", ".tif", ".tiff", ".webp")
@@ -77,7 +77,9 @@ class ImageData:
         method: str = "crop",
     ) -> None:
         self.reader = ImageReader(size, channels, method)  # type: ignore[arg-type]  # which makes two of one number
-        names = getattr(train_ds, "classes", None) if classes is None else classes
+        names = class_names(train_ds, classes)
+        if classes is None:
+            check_classes(train_ds, valid_ds)
         self.classes = None if names is None else list(map(str, names))
         self.targets, of_targets = targets, TargetReader(targets, self.classes)
         self.train_ds, self.valid_ds = (
@@ -151,9 +153,10 @@ class ImageData:
         Args:
             df: the frame.
             image: the column of the pictures' files.
-            label: the column of the targets, or several: of 'numbers' each has one, of 'points' each two have an x and
-                a y. Of 'boxes' five have x0, y0, x1, y1 and the label of one box, and the rows of one picture belong
-                together.
+            label: the column of the targets, or several. Of 'numbers' each has one, of 'points' each two have an x and
+                a y. Of 'classes' each is named after a class, and has 1 or 0. Of 'boxes' five have x0, y0, x1, y1 and
+                the label of one box; the rows of one picture belong together, and a row with five missing values stands
+                for no box.
             valid: as for `from_items`; or the name of a column that is true in the rows to validate on.
             path: the folder in which the files are, those of masks too; or a URL, as for `from_folder`.
             reading: `seed`, `delim` and others, as for `from_items`.
@@ -162,26 +165,35 @@ class ImageData:
             ValueError: a column that is not there; and as `from_items`.
         """
         path, several = local_folder(path), not isinstance(label, str)
-        for name in (image, *(label if several else [label]), *([valid] if isinstance(valid, str) else [])):
-            if name not in df.columns:
-                near = did_you_mean(str(name), df.columns)
-                raise ValueError(f"there is no column {name!r}; the frame has {first_few(df.columns, n=20)}{near}")
+        check_columns(df, [image, *(label if several else [label]), *([valid] if isinstance(valid, str) else [])])
+        kind = reading.get("targets", "class")
+        if several and kind in ("class", "masks"):
+            raise ValueError(f"got label={label!r}; targets={kind!r} are in one column")
         rows = list(df[[*label]].itertuples(index=False, name=None) if several else df[label])
         items, out = df[image].tolist(), None
         if isinstance(valid, str):
             out = list(map(bool, df[valid]))
             if not set(df[valid]) <= {True, False}:
                 raise ValueError(
-                    f"the column {valid!r} has {first_few(set(df[valid]))}; it is true or false in each row"
+                    f"the column {valid!r} has {first_few(map(repr, set(df[valid].tolist())))}; it is true or false in "
+                    "each row"
                 )
-        if reading.get("targets") == "boxes" and several:
+        if kind == "classes" and several:
+            if wrong := {x for row in rows for x in row} - {0, 1}:
+                raise ValueError(
+                    f"the columns of classes have {first_few(map(repr, wrong))}; each has 1 (or True) for the pictures "
+                    "of its class, and 0 (or False) for others. Names of classes are in one column, with delim="
+                )
+            rows = [[name for name, is_one in zip(label, row, strict=True) if is_one] for row in rows]
+            reading.setdefault("classes", label)
+        elif kind == "boxes" and several:
             first = {item: i for i, item in reversed(list(enumerate(items)))}
             boxes: dict[Any, list[Any]] = {item: [] for item in items}
             for item, row in zip(items, rows, strict=True):
                 boxes[item].append(row)
             items, rows = list(boxes), [_as_boxes(found) for found in boxes.values()]
             out = out and [out[first[item]] for item in items]
-        elif reading.get("targets") == "masks":
+        elif kind == "masks":
             rows = [Path(path, row) for row in rows]
         return cls.from_items([Path(path, item) for item in items], rows, valid if out is None else out, **reading)
 
@@ -303,7 +315,8 @@ class ImageData:
         if self.train_ds is None:
             return self._with_loaders(ImageDataLoaders(NoData(), NoData(), classes=self.classes, **kwargs))
         if num_workers is None:
-            first = self.train_ds.samples[0][0] if len(self.train_ds) else None
+            sample = self.train_ds.samples[0] if len(self.train_ds) else None
+            first = sample[0] if isinstance(sample, tuple) else sample
             cores = usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
             num_workers = min(_MOST_WORKERS, cores) if isinstance(first, str | os.PathLike) else 0
         kwargs |= {"bs": bs, "num_workers": num_workers}
@@ -376,6 +389,11 @@ class ImageDataLoaders(DataLoaders):
                 f"got a {type(items).__name__}; test_dl takes a list of pictures, or of their paths "
                 "(learn.predict takes one picture)"
             )
+        if isinstance(items, ReadImages) or (isinstance(items, list) and items and isinstance(items[0], tuple)):
+            raise TypeError(
+                "got pairs of a picture and its target; test_dl takes pictures alone, and "
+                "learn.get_preds(ds_idx=1) predicts for the validation set"
+            )
         if not hasattr(items, "__getitem__") or hasattr(items, "iloc"):  # such as Path.glob's, or a column of a frame
             items = list(items)
         return super().test_dl(ReadImages(items, self.data.reader), bs, **loader_kwargs)
@@ -409,6 +427,7 @@ def _in_lists(samples: list[tuple[Any, ...]]) -> tuple:
 def _as_boxes(rows: list[tuple[Any, ...]]) -> dict[str, list[Any]]:
     if any(len(row) != 5 for row in rows):
         raise ValueError(f"got {len(rows[0])} columns of boxes; they are five: x0, y0, x1, y1 and the label")
+    rows = [row for row in rows if any(x == x and x is not None for x in row)]  # NaN differs from itself
     return {"boxes": [row[:4] for row in rows], "labels": [row[4] for row in rows]}
 
 

@@ -54,7 +54,8 @@ class ImageReader:
 
         Args:
             picture: the path of a file, a PIL picture, an array of shape (H, W) or (H, W, C), or a tensor of shape
-                (H, W) or (C, H, W); arrays and tensors are uint8, or floats from 0 to 1.
+                (H, W) or (C, H, W). Arrays, tensors and files of floats (TIFF) have floats from 0 to 1; otherwise
+                arrays and tensors are uint8.
 
         Raises:
             FileNotFoundError: there is no such file.
@@ -66,10 +67,13 @@ class ImageReader:
         if isinstance(picture, str | os.PathLike):
             try:
                 with Image.open(picture) as image:
+                    whole = image.size
+                    # JPEG: decodes no more than is needed
+                    is_part = image.draft(self._mode, (max(self.size), max(self.size))) is not None
+                    image.load()  # This turns a TIFF by itself.
+                    w, h = whole if is_part else image.size
                     lies = image.getexif().get(_ORIENTATION, 1) > 4  # The picture lies on its side.
-                    place = self.place(*(image.size if lies else image.size[::-1]))
-                    image.draft(self._mode, (max(self.size), max(self.size)))  # JPEG: decodes no more than is needed
-                    return self._fit(self._pixels(image)), place
+                    return self._fit(self._pixels(image)), self.place(*((w, h) if lies else (h, w)))
             except FileNotFoundError:
                 raise FileNotFoundError(f"there is no picture {os.fspath(picture)}") from None
             except Exception as e:  # PIL raises many types for damaged files
@@ -104,11 +108,14 @@ class ImageReader:
         "Return the pixels of a PIL picture, of shape (channels, H, W)."
         from PIL import Image, ImageOps
 
-        if image.mode.startswith("I"):  # 16 bits; PIL would cut off what is above 255
-            image = Image.fromarray((np.asarray(image) // 256).clip(0, 255).astype(np.uint8))
-        if image.mode == "P" and "transparency" in image.info:  # PIL warns otherwise.
-            image = image.convert("RGBA")
         turned = image if image.getexif().get(_ORIENTATION, 1) == 1 else ImageOps.exif_transpose(image)
+        if turned.mode.startswith("I;16") or (turned.mode == "I" and image.format in _OF_16_BITS):
+            # PIL would cut off what is above 255.
+            turned = Image.fromarray((np.asarray(turned) // 256).clip(0, 255).astype(np.uint8))
+        elif turned.mode in ("I", "F"):
+            turned = Image.fromarray(_as_bytes(np.asarray(turned)))
+        if turned.mode == "P" and "transparency" in turned.info:  # PIL warns otherwise.
+            turned = turned.convert("RGBA")
         if turned.mode != self._mode:
             turned = turned.convert(self._mode)
         pixels = torch.from_numpy(np.array(turned))
@@ -162,6 +169,8 @@ class Place(NamedTuple):
 
 
 _ORIENTATION = 0x0112  # the number of the EXIF tag
+
+_OF_16_BITS = ("PNG", "PPM")  # formats whose 16 bits PIL may read as whole numbers of 32 bits
 
 
 def _resized(pixels: Tensor, size: tuple[int, int]) -> Tensor:

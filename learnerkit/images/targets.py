@@ -87,14 +87,26 @@ class TargetReader:
     def numbers(self, names: Any) -> Tensor:
         """Return the numbers of classes, int64, that are given by name or, of boxes, by number.
 
+        Args:
+            names: text, or whole numbers, which are names where those of the classes are whole numbers. A tensor has
+                the numbers.
+
         Raises:
             ValueError: others.
         """
         if isinstance(names, Tensor):
-            names = names.tolist()
-        indices = [self._numbers.get(name, name) for name in names]
+            names = indices = names.tolist()
+        else:
+            names = list(names)
+            are_names = any(map(str.isdecimal, self._numbers))
+            indices = [self._numbers.get(str(name), None if are_names else name) for name in names]
         most = len(self._numbers) if self.classes else None
-        if wrong := [x for x in indices if not isinstance(x, int | np.integer) or x < 0 or (most and x >= most)]:
+        wrong = [
+            name
+            for name, x in zip(names, indices, strict=True)
+            if not isinstance(x, int | np.integer) or x < 0 or (most and x >= most)
+        ]
+        if wrong:
             there = first_few(self._numbers, n=20) or "not given as classes=, so that labels are numbers"
             raise ValueError(f"got the labels {first_few(dict.fromkeys(wrong))}; the classes are: {there}")
         return torch.tensor(indices, dtype=torch.int64)
@@ -283,6 +295,8 @@ class ReadImages(Dataset):
 
     def __getitem__(self, i: int) -> Any:
         sample = self.samples[i]
+        if isinstance(sample, Mapping | list):
+            raise TypeError(f"got {describe(sample)} as a sample; it is a picture, or a pair (picture, target)")
         if not isinstance(sample, tuple):
             return self.reader(sample)
         picture, place = self.reader.placed(sample[0])

@@ -67,8 +67,8 @@ class TextCodec:
 
     @property
     def vocab_size(self) -> int:
-        """The number of different tokens."""
-        return self._tokenizer.get_vocab_size()
+        """The largest id of a token, and one."""
+        return max(self._tokenizer.get_vocab().values()) + 1
 
     def encode(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
         """Return the token ids of all texts one after the other (int32), and how many each text has."""

@@ -14,13 +14,13 @@ from torch.utils.data import DataLoader, Dataset
 
 from learnerkit.data.lengths import LengthBatches
 from learnerkit.data.loaders import ONLY_INPUTS, DataLoaders
-from learnerkit.data.parts import held_out
+from learnerkit.data.parts import check_columns, held_out
 from learnerkit.data.weights import sample_weights
 from learnerkit.export.reading import NoData
 from learnerkit.language.batches import IGNORED, EncodedTexts, Padded, TokenBlocks
 from learnerkit.language.codec import TextCodec, checked_texts, train_tokenizer
 from learnerkit.stores.paths import is_hidden, local_folder
-from learnerkit.text import did_you_mean, first_few
+from learnerkit.text import first_few
 from learnerkit.utils import check_keywords
 
 if TYPE_CHECKING:
@@ -110,10 +110,7 @@ class TextData:
         Raises:
             ValueError: a column that is not there.
         """
-        for name in (text, *([] if label is None else [label])):
-            if name not in df.columns:
-                near = did_you_mean(str(name), map(str, df.columns))
-                raise ValueError(f"there is no column {name!r}; the frame has {first_few(df.columns, n=20)}{near}")
+        check_columns(df, [text, *([] if label is None else [label])])
         return cls.from_texts(df[text], None if label is None else df[label], **kwargs)
 
     @classmethod

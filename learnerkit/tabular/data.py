@@ -14,13 +14,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from learnerkit import distributed
 from learnerkit.data.loaders import ONLY_INPUTS, DataLoaders
-from learnerkit.data.parts import held_out
+from learnerkit.data.parts import check_columns, held_out
 from learnerkit.export.reading import NoData
 from learnerkit.tabular import dates as date_parts
 from learnerkit.tabular.choice import Seen, look, no_numbers
 from learnerkit.tabular.columns import Categories, Numbers, distinct, holds_text, numbers_in
 from learnerkit.tabular.dates import Dates
-from learnerkit.text import did_you_mean, first_few
+from learnerkit.text import first_few
 from learnerkit.utils import listify
 
 if TYPE_CHECKING:
@@ -107,6 +107,11 @@ class TabularData:
         cats, conts = (names if names is None else listify(names) for names in (cats, conts))
         named = [*(cats or ()), *(conts or ()), *(dates := listify(dates))]
         _check_columns(frame, [y, *named])
+        if frame[y].dtype.kind in "mM":
+            raise ValueError(
+                f"column {y!r}, which is to be predicted, holds dates or durations; make it one of numbers, such as "
+                "days, or of classes by astype('category')"
+            )
         by_values = look(frame[y], frame[y])
         is_class = frame[y].dtype.kind not in "fc" and by_values.role != "conts"
         if by_values.role == "conts" and holds_text(frame[y]):
@@ -365,10 +370,8 @@ def _as_frame(rows: Rows) -> "DataFrame":
 
 def _check_columns(frame: "DataFrame", names: list[Any]) -> None:
     """Refuse a frame without these columns, and a name that is there twice."""
+    check_columns(frame, names)
     for name in names:
-        if name not in frame.columns:
-            near = did_you_mean(str(name), map(str, frame.columns))
-            raise ValueError(f"there is no column {name!r}; the frame has {first_few(frame.columns, n=20)}{near}")
         if names.count(name) > 1:
             raise ValueError(
                 f"column {name!r} is named twice; it is the target, or of categories, of numbers or of dates"

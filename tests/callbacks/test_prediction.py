@@ -407,6 +407,9 @@ def test_tta_needs_what_augments():
     for args in ({}, {"dl": learn.dls.valid, "batch_tfms": flips}):
         with pytest.raises(ValueError, match="one of them, a loader that augments or an augmentation"):
             learn.tta(**args)
+    learn.dls.targets = "masks"
+    with pytest.raises(ValueError, match="tta averages predictions of changed pictures, in which masks lie in other"):
+        learn.tta(batch_tfms=flips)
     with pytest.raises(ValueError, match="got n=0; it is a number of augmented readings, 1 or more"):
         learn.tta(n=0, batch_tfms=flips)
 

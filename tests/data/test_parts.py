@@ -32,3 +32,5 @@ def test_a_valid_that_names_no_part_is_refused(valid):
         held_out(valid, np.zeros(4), 0)
     with raises(ValueError, "leaves 0 rows to train on"):
         held_out(range(4), np.zeros(4), 0)
+    with raises(ValueError, "leaves 4 rows to train on and 0 to validate on; it is a share of each of the 4 classes"):
+        held_out(0.2, np.arange(4), 0)

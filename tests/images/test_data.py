@@ -8,8 +8,10 @@ import torch
 from helpers import raises
 from PIL import Image
 from torch import nn
+from torch.utils.data import random_split
+from torchvision.datasets import ImageFolder
 
-from learnerkit import Callback, ImageData, Learner, accuracy, load_learner
+from learnerkit import Callback, DataLoaders, ImageData, Learner, accuracy, load_learner
 
 
 def write(path, value, size=(8, 8)):
@@ -180,6 +182,24 @@ def test_a_dataset_that_holds_images_is_taken_as_it_is():
     assert torch.allclose(x[:, 0, 0, 0], torch.arange(5) / 10, atol=0.003)
     assert y.tolist() == [0, 1, 0, 1, 0]
     assert data.train_ds.classes == ["even", "odd"]
+    for sample in ({"image": pictures[0][0], "label": 0}, [pictures[0][0], 0]):
+        dls = ImageData([sample], size=4).dataloaders(1, device="cpu")
+        with raises(TypeError, "got", "as a sample; it is a picture, or a pair"):
+            dls.one_batch()
+
+
+def test_two_datasets_number_their_classes_alike(folder):
+    whole = ImageFolder(folder)
+    one, other = random_split(whole, [12, len(whole) - 12])
+    dls = ImageData(one, other, size=8).dataloaders(4, device="cpu")
+    assert dls.classes == whole.classes == ["dark", "light"]
+    (folder / "light" / "light").mkdir()
+    Image.new("L", (8, 8)).save(folder / "light" / "light" / "1.png")
+    apart = ImageFolder(folder / "light")  # its only class has number 0
+    for make in (ImageData, DataLoaders.from_datasets):
+        with raises(ValueError, "the datasets have other classes: dark, light, and light; a number has to stand"):
+            make(whole, apart)
+    assert ImageData(whole, apart, ["a", "b"]).classes == ["a", "b"]
 
 
 def test_what_is_raw_is_predicted_from_files_and_after_an_export(folder):
@@ -194,6 +214,9 @@ def test_what_is_raw_is_predicted_from_files_and_after_an_export(folder):
     preds, targets = learn.get_preds(dl=dls.test_dl(paths, bs=3))
     assert (preds.argmax(1).tolist(), targets) == ([1, 0, 1, 0], None)
     assert torch.allclose(preds[0], expected.pred, atol=1e-5)
+    for pairs in (dls.data.valid_ds, dls.data.valid_ds.samples):
+        with raises(TypeError, "got pairs of a picture and its target; test_dl takes pictures alone"):
+            dls.test_dl(pairs)
     for wrong in ("pictures/dark", path, Image.new("L", (3, 3)), {"a": path}):
         with raises(TypeError, f"got a {type(wrong).__name__}; test_dl takes a list of pictures"):
             dls.test_dl(wrong)

@@ -53,13 +53,29 @@ def test_a_picture_stands_upright_as_its_camera_says(method, tmp_path):
         8: Image.Transpose.ROTATE_270,
     }  # fmt: skip
     reader = ImageReader((24, 32), method=method)
-    expected = reader(upright)
+    expected, place = reader.placed(upright)
+    of_16_bits = Image.fromarray(ramp().astype(np.uint16) * 257)
     for tag, turn in turns.items():
         exif = Image.Exif()
         exif[0x0112] = tag
-        path = tmp_path / f"{tag}.png"
-        upright.transpose(turn).save(path, exif=exif)
-        assert torch.equal(reader(path), expected), tag
+        for suffix, picture in (("png", upright), ("tif", upright), ("png", of_16_bits), ("tif", of_16_bits)):
+            path = tmp_path / f"{tag}.{suffix}"
+            # Pillow 12.3 turns an uncompressed TIFF of one channel wrongly.
+            picture.transpose(turn).save(path, exif=exif, **({"compression": "tiff_lzw"} if suffix == "tif" else {}))
+            x, found = reader.placed(path)
+            assert torch.equal(x, expected), (tag, path, picture)
+            assert found == place, (tag, path, picture)
+
+
+def test_files_of_floats_are_from_0_to_1_and_whole_numbers_without_a_range_are_refused(tmp_path):
+    path, reader = tmp_path / "picture.tif", ImageReader((40, 60), 1)
+    floats = ramp().astype(np.float32) / 255
+    Image.fromarray(floats).save(path)
+    assert torch.equal(reader(path), reader(floats))
+    for wrong in (floats * 1000, ramp().astype(np.int32)):
+        Image.fromarray(wrong).save(path)
+        with raises(OSError, "cannot be read (TypeError: got a picture of", "floats"):
+            reader(path)
 
 
 def marked(height, width):

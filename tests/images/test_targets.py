@@ -109,6 +109,48 @@ def test_rows_of_one_picture_are_its_boxes(table):
         ImageData.from_df(rows, "image", ["x0", "y0", "x1", "y1"], targets="boxes", path="shapes")
 
 
+def test_columns_of_0_and_1_are_named_after_their_classes(table):
+    names = ["star", "circle", "square"]
+    hot = table.assign(
+        **{
+            name: table["shapes"].str.contains(name).astype(dtype)
+            for name, dtype in zip(names, ("int64", bool, float), strict=True)
+        }
+    )
+    data = ImageData.from_df(hot, "image", names, "held", targets="classes", path="shapes", size=32)
+    assert data.classes == names
+    assert [y.tolist() for _, y in data.train_ds.samples] == hot[names][:24].astype(float).to_numpy().tolist()
+    with raises(ValueError, "the columns of classes have 2", "delim="):
+        ImageData.from_df(hot.assign(n=2), "image", ["n", "star"], targets="classes")
+    with raises(ValueError, "got label=['star', 'circle']; targets='class' are in one column"):
+        ImageData.from_df(hot, "image", names[:2])
+
+
+def test_a_row_without_a_box_is_a_picture_without_one(table):
+    rows = table[["image", *COLUMNS["boxes"], "held"]]
+    rows.loc[0, COLUMNS["boxes"]] = None
+    data = data_of(rows, "boxes")
+    assert [len(y["boxes"]) for _, y in data.train_ds.samples] == [0] + [1] * 23
+
+
+def test_whole_numbers_are_the_names_of_classes_that_are_numbers():
+    pictures, box = [np.zeros((8, 8), np.uint8)] * 2, [[0, 0, 5, 5]]
+    options = {"targets": "boxes", "valid": None, "size": 8}
+
+    def numbers(classes, *labels):
+        targets = [{"boxes": box, "labels": label} for label in labels]
+        return [
+            y["labels"].tolist()
+            for _, y in ImageData.from_items(pictures, targets, classes=classes, **options).train_ds
+        ]
+
+    assert numbers([1, 2, 3], [1], [3]) == [[0], [2]]
+    assert numbers([1, 2, 3], torch.tensor([1]), ["3"]) == [[1], [2]]  # a tensor has numbers
+    assert numbers(["a", "b"], [1], ["a"]) == [[1], [0]]
+    with raises(ValueError, "got the labels 0; the classes are: 1, 2, 3"):
+        numbers([1, 2, 3], [0], [1])
+
+
 @pytest.mark.parametrize("method", ["crop", "pad", "squish"])
 @pytest.mark.parametrize("turned", [1, 6])
 def test_places_follow_their_picture_to_another_size(method, turned):
@@ -324,6 +366,8 @@ def test_masks_that_do_not_fit_are_refused_by_name(table):
 
 
 def test_other_targets_are_refused(table):
+    with raises(ValueError, "the column 'said' has", "'no'", "'yes'", "it is true or false in each row"):
+        data_of(table.assign(said=["yes", "no"] * 15), "class", valid="said")
     with raises(ValueError, "got targets='mask'; did you mean 'masks'?; it is one of 'class', 'classes', 'numbers'"):
         ImageData([], targets="mask")
     with raises(ValueError, "there is no column 'imag'", "did you mean 'image'"):

@@ -92,6 +92,14 @@ def test_without_the_library_the_error_says_what_to_install(monkeypatch):
         train_tokenizer(TEXTS)
 
 
+def test_the_size_of_a_vocabulary_is_that_of_a_first_layer():
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    codec = TextCodec(Tokenizer(WordLevel({"[UNK]": 0, "a": 1, "b": 7}, unk_token="[UNK]")))
+    assert codec.vocab_size == 8
+
+
 @pytest.mark.slow
 def test_ids_are_those_of_a_tokenizer_of_transformers(tokenizer):
     transformers = pytest.importorskip("transformers")

@@ -198,6 +198,8 @@ def test_texts_come_from_the_columns_of_a_frame():
     assert TextData.from_df(df, "said", None, vocab_size=300).classes is None
     with raises(ValueError, "there is no column 'text'; the frame has said, kind"):
         TextData.from_df(df)
+    with raises(TypeError, "got ['kind'] as a column; it is the name of one column"):
+        TextData.from_df(df, "said", ["kind"])
 
 
 def test_texts_are_shown_as_texts():

@@ -79,7 +79,7 @@ def test_a_seed_is_that_of_all_ranks_until_the_fit_whose_dropout_differs():
     assert not same(torch.rand(1))  # dropout differs by rank from here on
 
 
-@pytest.mark.ranks(2, slow=["torchrun", 3])
+@pytest.mark.ranks(2, slow=[3], soak=["torchrun"])
 def test_rank_0_speaks_and_saves_the_ranks_agree_and_all_is_put_back():
     inside = []
 

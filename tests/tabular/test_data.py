@@ -345,6 +345,7 @@ def test_what_cannot_be_is_refused():
         ("'price', which is to be predicted, holds numbers as text (1 of 60 cells", "'-' (1); rows 0)"): {
             "frame": frame.assign(price=["-", *map(str, frame["price"][1:])]), "y": "price",
         },
+        ("'sold', which is to be predicted, holds dates",): {"frame": frame.assign(sold=pd.Timestamp("2026-01-02"))},
         ("'town' is named twice",): {"cats": ["town", "town"]},
         ("'sold' is named twice",): {"cats": ["sold"]},
         ("'area', 'area'; each needs a name of its own",): {"frame": pd.concat([frame, frame["area"]], axis=1)},
