@@ -362,8 +362,8 @@ class TorchScheduler(Callback):
 
     def after_fit(self) -> None:
         for scheduler in self._schedulers if self.learn.pct_train >= 1 else ():
-            planned, taken = getattr(scheduler, "total_steps", None), scheduler.last_epoch
-            if planned and taken < _LEAST_OF_PLAN * planned:
+            planned = getattr(scheduler, "total_steps", None)
+            if planned and (taken := scheduler.last_epoch) < _LEAST_OF_PLAN * planned:
                 warn(
                     f"the {type(scheduler).__name__} was made for {planned} steps and this fit has taken {taken}, so "
                     "the rate has not come to its end; count the steps in the function of TorchScheduler, where "

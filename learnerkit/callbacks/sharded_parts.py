@@ -98,7 +98,7 @@ class ShardedBatches(Batches):
         before = mean.begun, mean.expected, mean.counted
         grads = [p.grad for p in self.params]
         try:
-            while not self._made(parts, ways, due, has_data):
+            while not self._made(parts, ways, due, has_data, grads):
                 if not inner.sync and (parts > 1 or before[0]):
                     raise torch.OutOfMemoryError(
                         f"{self._wanted}: with sync=False the gradients of earlier batches of the step, or parts, "
@@ -116,9 +116,6 @@ class ShardedBatches(Batches):
                 self._shards.end_votes()
         finally:
             learn.step_due, inner.compares = due, True
-            for p, grad in zip(self.params, grads, strict=True):
-                if grad is not None:
-                    p.grad = grad if p.grad is None else grad.add_(p.grad)
         if has_data:
             self.cb.note_fit(self)
         self.cb.parts = max(self.cb.parts, parts)
@@ -155,11 +152,15 @@ class ShardedBatches(Batches):
         return factor, [t.grad for t in self._ends]
 
     @collective
-    def _made(self, parts: int, ways: Any, due: bool, has_data: bool) -> bool:
-        """Run a pass for each part, and tell whether all ranks had the memory for it."""
+    def _made(self, parts: int, ways: Any, due: bool, has_data: bool, grads: list[Tensor | None]) -> bool:
+        """Run a pass for each part, and tell whether all ranks had the memory for it.
+
+        The gradients are added to `grads`, those of the step's earlier batches: the end of a step weighs all of them.
+        """
         learn, inner = self.learn, self._inner
-        for p in self.params:
-            p.grad = None
+        for p, grad in zip(self.params, grads, strict=True):
+            # All passes may be made again, from the same gradients.
+            p.grad = grad.clone() if grad is not None and self._is_careful else grad
         if has_data:
             self._put_back()
         for i in range(parts):

@@ -210,11 +210,19 @@ class SaveModelCallback(TrackerCallback):
         """Return the best value, the rows so far, and whether the best model is in its file."""
         return super().state_dict() | {"saved": self._best_path is not None}
 
+    @collective
     def load_state_dict(self, state: State) -> None:
         """Load the best model at the end, if there is one; its place is this callback's, not what a file says."""
         super().load_state_dict(state)
         file: Any = place_of(self.learn, self.fname)
         self._best_path = file if state["saved"] else None
+        if state["saved"] and not distributed.broadcast(file.exists()):
+            if distributed.is_main():
+                warn(
+                    f"{file} is not there any more, with the best model of before ({self.monitor} {self.best:.6g}): "
+                    "the best is that of the rows to come"
+                )
+            self._best_path, self.best = None, -self._sign * math.inf
 
     @collective
     def _load_best(self, path: AnyPath) -> None:

@@ -109,7 +109,7 @@ class CheckpointCallback(StepCounter):
         self, path: str | Path, every: str | int = "epoch", keep: int = 3, resume: bool | str = False,
         save_on_signal: bool = True, async_save: bool = False, strict: bool = False, per_learner: bool = False,
     ) -> None:  # fmt: skip
-        if not isinstance(path, str | Path) or "\0" in str(path):
+        if not isinstance(path, str | Path) or "\0" in str(path) or path == "":
             raise TypeError(f"got path={path!r}; it is the directory for the checkpoints of this run, such as 'runs/1'")
         arguments.check_count("keep", keep, "a number of checkpoints")
         # The path is absolute, because the script may change its directory between two checkpoints.
@@ -284,7 +284,7 @@ class CheckpointCallback(StepCounter):
         checkpoint.in_place = learn.shards is not None  # each rank reads its rows
         then = _read_state(checkpoint, learn, now)
         checkpoint.drop_copy()
-        self._resumption = resumption = Resumption(then, self._compare(then), path)
+        self._resumption = resumption = Resumption(then, self._compare(then, info["place"] == FIT), path)
         self._carried = resumption.begin(learn)
         if info["place"] == FIT:
             by = ""
@@ -297,20 +297,37 @@ class CheckpointCallback(StepCounter):
         self._steps = self._saved_at = info["step"]
         self._tell(checkpoint)
 
-    def _compare(self, then: dict[str, Any]) -> bool:
-        """Warn about changes since the checkpoint, or refuse them; return whether the optimizer is of the same kind."""
-        before, now = then["config"], self._config
-        fit = dict(now["fit"])
+    def _compare(self, then: dict[str, Any], is_done: bool) -> bool:
+        """Warn about changes since the checkpoint, or refuse them; return whether the optimizer is of the same kind.
+
+        Args:
+            then: the state in the checkpoint.
+            is_done: the fit is not trained any further.
+        """
+        before, now, learn = then["config"], dict(self._config), self.learn
+        now["fit"] = dict(now["fit"])
         for name in ("n_epoch", "n_steps"):
-            was, wanted = before["fit"].pop(name), fit.pop(name)
+            was, wanted = before["fit"].pop(name), now["fit"].pop(name)
             if was != wanted:
-                self.learn.say(
-                    f"{name} was {printable(repr(was))} and is {wanted}: schedules, which go by the share of training "
-                    "done, are those of the new length"
+                what = "schedules, which go by the share of training done, are those of the new length"
+                what = "this fit was done before, and is not trained any further" if is_done else what
+                learn.say(f"{name} was {printable(repr(was))} and is {wanted}: {what}")
+        changes = state.callback_changes(then["order"], [key for key, _ in keys(learn.cbs)])
+        changes = [f"callbacks: {line}" for line in changes]
+        if is_same := before["optimizer"] == now["optimizer"]:
+            # A schedule sets its hyper-parameters at each step; its values are compared as arguments of a callback.
+            scheduled = {name for cb in learn.cbs for name in getattr(cb, "scheds", ())}
+            groups = [
+                {"groups": [{k: v for k, v in group.items() if k not in scheduled} for group in config.pop("groups")]}
+                for config in (before, now)
+            ]
+            if kept := state.differences(*groups):
+                changes.append(
+                    f"the optimizer keeps its saved options, and a callback may set others in before_train: "
+                    f"{first_few(kept, '; ', n=12)}"
                 )
-        lines = state.differences(before, now | {"fit": fit})
-        order = state.callback_changes(then["order"], [key for key, _ in keys(self.learn.cbs)])
-        changes = [f"callbacks: {line}" for line in order] + ([first_few(lines, "; ", n=12)] if lines else [])
+        if lines := state.differences(before, now):
+            changes.append(first_few(lines, "; ", n=12))
         if changes and self.strict:
             raise CheckpointError(f"strict=True, and the run is not the one that was saved: {'; '.join(changes)}")
         for line in changes if distributed.is_main() else ():
@@ -323,7 +340,7 @@ class CheckpointCallback(StepCounter):
                 f"attributes of callbacks that cannot be saved begin anew: {first_few(lost)}; give the callback "
                 "state_dict and load_state_dict"
             )
-        return before["optimizer"] == now["optimizer"]
+        return is_same
 
     def _tell(self, checkpoint: Checkpoint) -> None:
         info, ranks = checkpoint.info, distributed.world_size()

@@ -3,6 +3,7 @@
 import inspect
 import platform
 from collections.abc import Mapping
+from enum import Enum
 from typing import Any
 
 import torch
@@ -60,12 +61,14 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries that can be compared and written."""
     items = {name: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
              for name, value in values.items() if name != "params"}  # fmt: skip
-    simple = str | int | float | bool | None
+
+    def is_plain(value: Any) -> bool:
+        return isinstance(value, str | int | float | bool | None) and not isinstance(value, Enum)
+
     return {
         name: list(value) if isinstance(value, list | tuple) else value
         for name, value in items.items()
-        if isinstance(value, simple)
-        or (isinstance(value, list | tuple) and all(isinstance(item, simple) for item in value))
+        if is_plain(value) or (isinstance(value, list | tuple) and all(map(is_plain, value)))
     }
 
 

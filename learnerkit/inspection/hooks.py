@@ -115,7 +115,7 @@ class ActivationStats(Callback):
     """Records the mean, the standard deviation, and the share near zero, of what layers put out while they train.
 
     Nothing waits for the device during a step. On several ranks these are the activations of rank 0. A step that is
-    recorded runs without `torch.compile`.
+    recorded runs without `torch.compile`. Of a batch that `SplitBatch` divides, the first part is recorded.
 
     Args:
         modules: modules, or classes of them such as `nn.ReLU`; by default all layers that have parameters themselves.

@@ -103,7 +103,7 @@ class _Parts:
             # By number, too: the blocks of a small model with a large vocabulary have few of its elements.
             are_most = have_parts and 2 * len(_held(modules)) >= len(_held([self.model]))
             if modules and (are_most or self.size(*modules) >= _LARGE * self.size(self.model)):
-                return _outermost(modules)
+                return outermost(modules)
         return []
 
     def sizable(self, m: nn.Module) -> list[nn.Module]:
@@ -140,7 +140,7 @@ class _Parts:
                 "elements of a ModuleList: 'layers.*') and shares no parameter with modules outside itself"
                 " (errors.html#units)"
             )
-        return _outermost(able)
+        return outermost(able)
 
     def table(self) -> str:
         """Format the largest modules, with the bytes of their parameters."""
@@ -184,7 +184,7 @@ def _by_kind(modules: Iterable[nn.Module]) -> dict[object, list[nn.Module]]:
     return kinds
 
 
-def _outermost(modules: list[nn.Module]) -> list[nn.Module]:
+def outermost(modules: list[nn.Module]) -> list[nn.Module]:
     """Return the modules that are inside none of the others."""
     inside = {part for m in modules for part in m.modules() if part is not m}
     return [m for m in modules if m not in inside]

@@ -94,15 +94,15 @@ def report(ranks: list[Rank], reason: int | Outcome, topology: Topology, began: 
     # If all that failed only followed, one that has ended well left too early, however long it took to end.
     follow = failed and all(follows(rank) == FOLLOWS for rank in failed)
     early = [rank for rank in ranks if rank.code == 0 and failed and (follow or rank.ended < failed[0].ended)]
-    if failed and early and all(map(follows, failed)):
+    told = early[:1] if all(map(follows, failed)) else []
+    if told:
         say(f"rank {early[0].number} left before the others: it {how_where_and_when(early[0], began)}")
     for rank in failed[: 0 if by_others else 1]:
         # One line if the user asked for the end, or the message names the cause.
         one_line = reason == signal.SIGINT or follows(rank) == FOLLOWS
-        told = rank.report
-        details = told.brief if wants_short() else told.traceback
+        details = rank.report.brief if wants_short() else rank.report.traceback
         if one_line:
-            details = told.error
+            details = rank.report.error
         say(f"rank {rank.number} {how_where_and_when(rank, began)}" + (f":\n{details}" if details else ""))
     later: dict[str, list[int]] = {}
     for rank in failed[0 if by_others else 1 :]:
@@ -116,7 +116,7 @@ def report(ranks: list[Rank], reason: int | Outcome, topology: Topology, began: 
         how = f"were {how[4:]}" if how.startswith("was ") else how
         say(f"ranks {first_few(sorted([number, *more]))} then {how}")
     for rank in ranks:
-        if rank not in failed and (failed or by_others or signal.SIGKILL in rank.stop_signals):
+        if rank not in (*failed, *told) and (failed or by_others or signal.SIGKILL in rank.stop_signals):
             say(f"rank {rank.number} {how_where_and_when(rank, began)}")
 
 

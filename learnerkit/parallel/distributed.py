@@ -17,7 +17,7 @@ from learnerkit.callback import Callback, Dispatch, is_ours
 from learnerkit.data.batches import loader_len, on_host
 from learnerkit.data.order import generators_of, put_states, states_at_start, states_of
 from learnerkit.large.mapped import check_values
-from learnerkit.large.units import units
+from learnerkit.large.units import outermost, units
 from learnerkit.marks import collective
 from learnerkit.parallel.agreement import Agreement, RankDispatch
 from learnerkit.parallel.averager import Averager
@@ -249,6 +249,8 @@ class DistributedCallback(Callback):
         else:
             model, mapped = learn.model, learn.mapped
             parts = units(model, self.shard)
+            outer = set(outermost([*parts.values()]))  # a unit is gathered as a whole, so that none is inside another
+            parts = {name: m for name, m in parts.items() if m in outer}
             if mapped is not None:
                 check_values(model)
                 for part in (*parts.values(), model):  # comparing the whole model at once would take too much memory

@@ -290,4 +290,4 @@ def _line(low: tuple[int, int], high: tuple[int, int]) -> tuple[float, float]:
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(t.nbytes for t in tensors)
+    return sum(part.nbytes for t in tensors for part in ((t._indices(), t._values()) if t.is_sparse else (t,)))

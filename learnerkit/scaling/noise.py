@@ -12,6 +12,7 @@ from learnerkit import arguments, distributed, optim
 from learnerkit.callback import Callback
 from learnerkit.callbacks.accumulation import GradientAccumulation
 from learnerkit.callbacks.precision import MixedPrecision, predictions_in_float32
+from learnerkit.callbacks.splitting import SplitBatch
 from learnerkit.data.batches import in_float32, likely_sizes
 from learnerkit.events import CancelException
 from learnerkit.gradient_mean import host_count
@@ -19,6 +20,7 @@ from learnerkit.host_scalars import HostScalars
 from learnerkit.inspection.undoing import trial
 from learnerkit.losses import batch_count, loss_sums
 from learnerkit.marks import collective, not_collective
+from learnerkit.parallel import will_shard
 from learnerkit.parallel.distributed import member_of
 from learnerkit.shards import local, total_norm
 from learnerkit.state import State
@@ -183,6 +185,11 @@ class GradientNoiseScale(Callback):
             raise ValueError(
                 f"GradientNoiseScale compares the gradients of one loss, and this learner has {several}: leave it out, "
                 "or train the whole model by one loss"
+            )
+        if will_shard(learn) and any(isinstance(cb, SplitBatch) for cb in learn.cbs):
+            raise ValueError(
+                "GradientNoiseScale needs the whole gradient of a batch at once, and SplitBatch computes that of a "
+                "sharded model in several passes: leave one of them out"
             )
         if ranks is not None and ranks.comm_hook == "powersgd":
             raise ValueError(

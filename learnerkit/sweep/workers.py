@@ -223,8 +223,11 @@ NUMBER = r"[-+]?(?:(?:\d++(?:\.\d*+)?|\.\d++)(?:[eE][-+]?\d++)?|nan|inf|NaN|Infi
 
 
 def last_value(lines: Iterable[str], metric: str) -> float | None:
-    """Return the last value of a metric in a text: `accuracy: 0.9`, `accuracy=0.9`, JSON, or a column of a table."""
-    named = re.compile(rf"(?<![\w.-]){re.escape(metric)}[\"']?(?:\s*+[:=]\s*+|\s++)({NUMBER})(?!\w|\.\d)")
+    """Return the last value of a metric in a text: `accuracy: 0.9`, `accuracy=0.9`, JSON, or a column of a table.
+
+    Numbers that it cannot read, such as 1,234.5 and 3/6, are passed over.
+    """
+    named = re.compile(rf"(?<![\w.-]){re.escape(metric)}[\"']?(?:\s*+[:=]\s*+|\s++)({NUMBER})(?!\w|[.,/]\d)")
     value = None
     column = -1
     n_columns = 0
@@ -234,7 +237,7 @@ def last_value(lines: Iterable[str], metric: str) -> float | None:
             value = float(found[-1])
         elif metric in cells:
             column, n_columns = cells.index(metric), len(cells)
-        elif len(cells) == n_columns and re.fullmatch(NUMBER, cells[column]):
+        elif cells and len(cells) == n_columns and re.fullmatch(NUMBER, cells[column]):
             n_numbers = sum(bool(re.match(NUMBER, cell)) for cell in cells)
             if n_numbers > n_columns / 2:  # 'saved in 0.5 s' has just one number
                 value = float(cells[column])

@@ -324,6 +324,16 @@ def test_a_loss_that_sums_moves_the_suggestion_by_the_batch_size():
     assert a.minimum * 4 == pytest.approx(b.minimum)
 
 
+def test_steps_of_fewer_samples_do_not_look_better_by_a_loss_that_sums():
+    """The last batch of an epoch has one sample."""
+    losses = []
+    for reduction in ("sum", "mean"):
+        learn = make_learner(make_dls(9), loss_func=nn.MSELoss(reduction=reduction))
+        learn.lr_find(1e-12, 1e-10, num_it=20, suggest_funcs=minimum)  # rates that do not change the weights
+        losses.append(learn.recorder.lr_find_curve[1])
+    assert losses[0] == pytest.approx(losses[1])
+
+
 def test_the_finder_takes_an_iterable_without_length_and_validation():
     class Stream(IterableDataset):
         def __iter__(self):

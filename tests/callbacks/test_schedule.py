@@ -693,6 +693,16 @@ def test_what_a_torch_scheduler_cannot_do_is_refused():
         learner(cbs=TorchScheduler(lr_scheduler.ReduceLROnPlateau, "epoch")).fit(1)
 
 
+def test_a_torch_scheduler_may_be_a_chain():
+    def make(opt):
+        return lr_scheduler.ChainedScheduler([lr_scheduler.StepLR(opt, 1), lr_scheduler.ExponentialLR(opt, 0.5)])
+
+    learn = learner(cbs=TorchScheduler(make, "epoch"))
+    learn.fit(2, 1.0)
+    assert learn.recorder.lrs[0] == 1.0
+    assert learn.recorder.lrs[-1] == pytest.approx(0.1 * 0.5)
+
+
 def test_several_optimizers_have_a_torch_scheduler_each():
     class Two(Learner):
         def create_opt(self):

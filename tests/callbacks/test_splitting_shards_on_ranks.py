@@ -93,7 +93,13 @@ def tokens(pred, y):
 
 JOBS = {
     "a rank without data": {"n": 49},
-    "accumulated": {"cbs": [lambda: GradientAccumulation(n_batches=2), lambda: GradientClip(0.1)]},
+    "accumulated": {
+        "cbs": [lambda: GradientAccumulation(n_batches=2), lambda: GradientClip(0.1)],
+        "loss": tokens,
+        "loss_weight": lambda y: (y != 2).sum(),
+        "model": lambda: Scaled(),
+        "shard": [Block, nn.Linear],  # of one inside another the outer is a unit
+    },
     "reduced once": {"cbs": [lambda: GradientAccumulation(n_batches=2)], "options": {"sync": False}, "parts": 3},
     "gathered for both passes": {"options": {"reshard_after_forward": False}},
     "penalty": {"cbs": [Penalty]},
@@ -101,6 +107,17 @@ JOBS = {
     "sum": {"loss": nn.CrossEntropyLoss(reduction="sum")},
     "unused parameters": {"model": lambda: WithUnused()},
 }
+
+
+class Scaled(Net):
+    """Has a parameter that every rank has whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
 
 
 class WithUnused(Net):

@@ -4,6 +4,7 @@ import inspect
 import math
 import operator
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,7 +24,16 @@ from helpers import (
 from torch import nn
 from torch.utils.data import DataLoader
 
-from learnerkit import Callback, DataLoaders, GradientAccumulation, ParamScheduler, Recorder, distributed, mae
+from learnerkit import (
+    Callback,
+    CheckpointCallback,
+    DataLoaders,
+    GradientAccumulation,
+    ParamScheduler,
+    Recorder,
+    distributed,
+    mae,
+)
 from learnerkit.callbacks import tracking
 from learnerkit.callbacks.schedule import combined_cos
 from learnerkit.callbacks.tracking import (
@@ -404,6 +414,19 @@ def test_two_that_would_overwrite_each_others_file_are_refused(one, two):
     learn = make_learner(cbs=[SaveModelCallback(), off, *others])
     learn.fit(1)
     learn.fit(1)
+
+
+def test_a_best_whose_file_is_gone_is_forgotten_when_a_run_is_resumed(capsys):
+    def run(n_epoch):
+        cbs = [Script([3, 1, 2, 0]), SaveModelCallback("score"), CheckpointCallback("run", resume=True)]
+        learn = make_learner(cbs=cbs)
+        learn.fit(n_epoch)
+
+    run(1)
+    Path("models/model.pth").unlink()
+    with pytest.warns(UserWarning, match=r"model.pth is not there any more, with the best model .*score 3"):
+        run(4)
+    assert "loaded the best model (score 2)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("values", [[nan, nan], [], [-inf]])

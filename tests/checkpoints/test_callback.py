@@ -14,6 +14,7 @@ import warnings
 from collections import Counter, defaultdict, deque
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import partial
 
 import numpy as np
@@ -419,6 +420,51 @@ def test_more_epochs_go_on_from_the_last_one(tmp_path, capsys):
     assert "resumed fit 0 after epoch 1, step 4" in said
     assert different(weights(whole.model), weights(again.model)) == []
     assert again.recorder.values == whole.recorder.values
+
+
+def test_a_fit_that_another_has_followed_is_not_trained_for_longer(tmp_path, capsys):
+    for n_epoch in (2, 4):
+        learn = make_learner(cbs=CheckpointCallback(tmp_path, resume=True))
+        with learn.no_logging():
+            learn.fit(n_epoch)
+            learn.fit(1)
+    said = capsys.readouterr().out
+    assert "n_epoch was 2 and is 4: this fit was done before, and is not trained any further" in said
+    assert "schedules" not in said
+
+
+def test_the_optimizer_keeps_its_options_except_those_of_a_schedule(tmp_path):
+    found = []
+    for i, lr, wd in ((1, 0.1, 0.01), (2, 0.2, 0.02)):
+        for name in ("fit", "fit_one_cycle"):
+            learn = make_learner(cbs=CheckpointCallback(tmp_path / name, resume=True))
+            with learn.no_logging(), warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                getattr(learn, name)(i, lr, wd=wd)
+            text = " ".join(str(w.message) for w in caught)
+            found.append((max(learn.recorder.lrs), learn.opt.param_groups[0]["weight_decay"], text))
+    (plain, wd, text), (cycle, cycle_wd, cycle_text) = found[2:]
+    assert (plain, wd, cycle_wd) == (0.1, 0.01, 0.01)
+    assert cycle > 0.1
+    kept = "the optimizer keeps its saved options, and a callback may set others in before_train: groups.0."
+    assert kept + "lr: 0.1, now 0.2; groups.0.weight_decay: 0.01, now 0.02" in text
+    assert kept + "weight_decay: 0.01, now 0.02" in cycle_text
+    assert "callbacks.ParamScheduler.lr" in cycle_text
+
+
+class Mode(IntEnum):
+    FAST = 1
+
+
+class HasMode(Callback):
+    def __init__(self, mode):
+        self.mode = mode
+
+
+def test_arguments_that_are_enums_are_left_out(tmp_path):
+    make_learner(cbs=[HasMode(Mode.FAST), HasMode([Mode.FAST]), CheckpointCallback(tmp_path)]).fit(1)
+    with raises(TypeError, "got path=''"):
+        CheckpointCallback("")
 
 
 def test_a_length_in_another_unit_goes_on_from_what_was_done(tmp_path):

@@ -139,6 +139,14 @@ def measured(learn):
     return live.peak
 
 
+def sparse(n=4, device="cpu"):
+    """Words in bags, whose gradients are sparse."""
+    words = torch.arange(n * 8).view(n, 8) % 1000
+    dls = DataLoaders([(words, torch.arange(n) % 5)] * 4, device=device)
+    model = nn.EmbeddingBag(1000, 64, sparse=True), nn.Linear(64, 5)
+    return Learner(dls, nn.Sequential(*model), nn.CrossEntropyLoss(), opt_func=torch.optim.SGD)
+
+
 QUICK = {"MLP": mlp, "convolutions": conv}
 
 TABLE = {
@@ -147,6 +155,13 @@ TABLE = {
     **{name: partial(timm_model, name) for name in ("resnet18", "efficientnet_b0", "convnext_atto")},
     **{kind: partial(transformer, kind) for kind in ("bert", "gpt2", "llama")},
 }  # fmt: skip
+
+
+def test_sparse_gradients_are_predicted():
+    learn = sparse()
+    found = predict_memory(learn)
+    assert isinstance(found, Prediction), found
+    assert found.peak == pytest.approx(measured(learn), rel=0.02)
 
 
 @pytest.mark.parametrize("kind", QUICK)

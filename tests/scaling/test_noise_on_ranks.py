@@ -15,6 +15,7 @@ from learnerkit import (
     GradientAccumulation,
     GradientNoiseScale,
     MixedPrecision,
+    SplitBatch,
     distributed,
 )
 
@@ -142,9 +143,13 @@ def test_training_goes_on_as_without():
 
 
 def test_options_that_change_gradients_are_refused():
-    for context, match in (({"wrap": ("0",)}, "has wrap="), ({"comm_hook": "powersgd"}, "comm_hook='powersgd'")):
+    for context, cbs, match in (
+        ({"wrap": ("0",)}, [], "has wrap="),
+        ({"comm_hook": "powersgd"}, [], "comm_hook='powersgd'"),
+        ({"shard": True}, [SplitBatch(2)], "SplitBatch computes that of a sharded model in several passes"),
+    ):
         with pytest.raises(ValueError, match=match):
-            measured(batch_size=8, context=context)
+            measured(cbs, batch_size=8, context=context)
 
 
 def test_the_state_of_other_ranks_is_taken_over():
