@@ -317,11 +317,11 @@ class CheckpointCallback(StepCounter):
         if is_same := before["optimizer"] == now["optimizer"]:
             # A schedule sets its hyper-parameters at each step; its values are compared as arguments of a callback.
             scheduled = {name for cb in learn.cbs for name in getattr(cb, "scheds", ())}
-            groups = [
+            saved, new = (
                 {"groups": [{k: v for k, v in group.items() if k not in scheduled} for group in config.pop("groups")]}
                 for config in (before, now)
-            ]
-            if kept := state.differences(*groups):
+            )
+            if kept := state.differences(saved, new):
                 changes.append(
                     f"the optimizer keeps its saved options, and a callback may set others in before_train: "
                     f"{first_few(kept, '; ', n=12)}"
