@@ -155,11 +155,14 @@ class ShardedBatches(Batches):
     def _made(self, parts: int, ways: Any, due: bool, has_data: bool, grads: list[Tensor | None]) -> bool:
         """Run a pass for each part, and tell whether all ranks had the memory for it.
 
-        The gradients are added to `grads`, those of the step's earlier batches: the end of a step weighs all of them.
+        Args:
+            parts, ways, due, has_data: those of the batch.
+            grads: the gradients of the step's earlier batches. Those of this batch are added to them before the step
+                ends, which weighs and averages all of them.
         """
         learn, inner = self.learn, self._inner
         for p, grad in zip(self.params, grads, strict=True):
-            # All passes may be made again, from the same gradients.
+            # If memory runs out, the passes are made again, from the same gradients.
             p.grad = grad.clone() if grad is not None and self._is_careful else grad
         if has_data:
             self._put_back()

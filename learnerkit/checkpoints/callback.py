@@ -323,8 +323,8 @@ class CheckpointCallback(StepCounter):
             )
             if kept := state.differences(saved, new):
                 changes.append(
-                    f"the optimizer keeps its saved options, and a callback may set others in before_train: "
-                    f"{first_few(kept, '; ', n=12)}"
+                    "the optimizer keeps its saved options, and a callback may set others in before_train: "
+                    + first_few(kept, "; ", n=12)
                 )
         if lines := state.differences(before, now):
             changes.append(first_few(lines, "; ", n=12))

@@ -67,7 +67,7 @@ class TextCodec:
 
     @property
     def vocab_size(self) -> int:
-        """The largest id of a token, and one."""
+        """The number of ids of tokens: one more than the largest."""
         return max(self._tokenizer.get_vocab().values()) + 1
 
     def encode(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:

@@ -170,7 +170,7 @@ class TextData:
 
     @property
     def vocab_size(self) -> int:
-        """The number of different tokens, for the model's first layer."""
+        """The number of ids of tokens, for the model's first layer."""
         return self.codec.vocab_size
 
     def _encoded(self, texts: list[str], numbers: np.ndarray) -> EncodedTexts | Tensor:
