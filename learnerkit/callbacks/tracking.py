@@ -216,7 +216,7 @@ class SaveModelCallback(TrackerCallback):
         super().load_state_dict(state)
         file: Any = place_of(self.learn, self.fname)
         self._best_path = file if state["saved"] else None
-        if state["saved"] and not distributed.broadcast(file.exists()):
+        if state["saved"] and not distributed.broadcast(distributed.is_main() and file.is_file()):
             if distributed.is_main():
                 warn(
                     f"{file} is not there any more, with the best model of before ({self.monitor} {self.best:.6g}): "
