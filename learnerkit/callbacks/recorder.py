@@ -18,7 +18,7 @@ from torch import Tensor
 from learnerkit import arguments, distributed
 from learnerkit.callback import Callback
 from learnerkit.data.batches import in_float32
-from learnerkit.data.show import panels, pyplot
+from learnerkit.data.show import label_steps, panels, pyplot
 from learnerkit.explain import explain_metric
 from learnerkit.host_scalars import WeighedScalars
 from learnerkit.losses import check_predictions, counted_parts
@@ -657,7 +657,7 @@ class Recorder(Callback):
         ax.plot(range(skip + 1, len(losses) + 1), losses[skip:], label="train (smoothed)")
         if with_valid and valid:
             ax.plot(ends, valid, "o-", label="valid")
-        ax.set(xlabel="step", ylabel="loss", title="Training loss")
+        label_steps(ax, ylabel="loss", title="Training loss")
         if log:
             ax.set_yscale("log")
         ax.legend()
@@ -687,7 +687,7 @@ class Recorder(Callback):
         _, axes = plt.subplots(1, len(keys), figsize=(5 * len(keys), 3.5), squeeze=False, layout="constrained")
         for ax, key in zip(axes[0], keys, strict=True):
             ax.plot(range(1, len(hps[key]) + 1), hps[key])
-            ax.set(xlabel="step", ylabel=key, title=_TITLES.get(key, key))
+            label_steps(ax, ylabel=key, title=_TITLES.get(key, key))
         return axes[0]
 
     def plot_metrics(self) -> Any:
@@ -712,7 +712,7 @@ class Recorder(Callback):
             for name in curves:
                 points = [(n, row[name]) for n, row in zip(self.iters, self._table, strict=True) if name in row]
                 ax.plot(*zip(*points, strict=True), "o-", markersize=4, label=name)
-            ax.set(xlabel="step", title=title)
+            label_steps(ax, title=title)
             if len(curves) > 1:
                 ax.legend()
         return axes

@@ -55,6 +55,14 @@ def panels(who: str, n: int, height: float) -> Any:
     return axes.flat[:n]
 
 
+def label_steps(ax: Any, **labels: str) -> None:
+    """Label the axes of a plot over steps, which are whole numbers."""
+    from matplotlib.ticker import MaxNLocator
+
+    ax.set(xlabel="step", **labels)
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+
+
 class Table:
     """A table of rows under column names: aligned text where it is printed, and HTML in a notebook.
 

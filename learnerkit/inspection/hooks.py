@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from learnerkit import arguments, distributed
 from learnerkit.callback import Callback
-from learnerkit.data.show import panels, pyplot
+from learnerkit.data.show import label_steps, panels, pyplot
 from learnerkit.host_scalars import HostScalars
 from learnerkit.state import State
 from learnerkit.text import did_you_mean, first_few
@@ -263,7 +263,7 @@ class ActivationStats(Callback):
         for ax, (stat, title) in zip(axes, _STATS.items(), strict=True):
             for i, color in zip(indices, colors, strict=True):
                 ax.plot(self.steps, stats[self.layers[i]][stat], color=color, label=self.layers[i], linewidth=1.2)
-            ax.set(xlabel="step", title=title)
+            label_steps(ax, title=title)
         lines = axes[0].lines
         shown = lines if len(lines) <= 12 else [lines[0], lines[len(lines) // 2], lines[-1]]
         figure.legend(handles=list(shown), loc="outside right center", title="layer", fontsize=9, frameon=False)
@@ -297,7 +297,7 @@ class ActivationStats(Callback):
             ax.imshow(counts[:, i].T.log1p().numpy(), origin="lower", aspect="auto", extent=extent)
             powers = range(_LOW, _HIGH + 1, 2)
             ax.set_yticks(powers, [f"$10^{{{power}}}$" for power in powers])
-            ax.set(xlabel="step", ylabel="magnitude", title=f"layer {self.layers[i]}")
+            label_steps(ax, ylabel="magnitude", title=f"layer {self.layers[i]}")
         return axes
 
     color_dim = plot_hist  # fastai's name

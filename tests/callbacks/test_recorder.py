@@ -505,6 +505,13 @@ def test_plot_loss_can_show_all_fits_and_draw_on_given_axes(plt):
     assert last["valid"][0] == [2]
 
 
+def test_the_steps_of_a_plot_are_whole_numbers(plt):
+    learn = learner(dls=make_dls(train=12, valid=None))
+    learn.fit(1)
+    axes = [learn.recorder.plot_loss(), *learn.recorder.plot_sched(), *learn.recorder.plot_metrics()]
+    assert all(tick == int(tick) for ax in axes for tick in ax.get_xticks())
+
+
 def test_plot_loss_shows_little_or_nothing_too(plt):
     learn = learner(dls=make_dls(train=4, valid=None))
     assert learn.recorder.plot_loss() is not None
