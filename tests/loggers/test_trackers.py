@@ -189,23 +189,41 @@ def free_port():
         return taken.getsockname()[1]
 
 
-@pytest.fixture(scope="module")
-def tracked(tmp_path_factory):
-    """What a training in two processes has given the trackers, of which the first one was killed; and its folder."""
-    for package in ("wandb", "comet_ml", "mlflow", "trackio"):
-        pytest.importorskip(package)
-    folder = tmp_path_factory.mktemp("tracked")
+def apart(folder):
+    """The environment of a process that leaves the trackers' files in this folder."""
     home, temporary = folder / "home", folder / "tmp"
     home.mkdir()
     temporary.mkdir()
     env = {name: value for name, value in environment().items() if not name.startswith(("WANDB_", "COMET_", "MLFLOW_"))}
-    env |= {
+    return env | {
         "HOME": str(home), "TMPDIR": str(temporary), "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
         "COMET_OFFLINE_DIRECTORY": "comet", "TRACKIO_DIR": str(folder / "trackio"),
         "MLFLOW_DISABLE_TELEMETRY": "true", "WANDB_ERROR_REPORTING": "false", "WANDB_DATA_DIR": str(folder / "staged"),
         "COMET_DISABLE_AUTO_LOGGING": "1",  # of what is given to MLflow
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
     }  # fmt: skip
+
+
+@pytest.mark.slow
+def test_wandb_has_a_run(tmp_path):
+    pytest.importorskip("wandb")
+    command = [sys.executable, str(SCRIPTS / "tracked.py"), "wandb"]
+    done = subprocess.run(command, cwd=tmp_path, env=apart(tmp_path), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    recorded, [(_, config, metrics, axis)] = json.loads(done.stdout.splitlines()[-1])
+    assert (config["arch"], config["parameters"]) == ("mlp", 37)
+    assert {name: metrics[name] for name in recorded} == recorded
+    assert {*recorded} <= {*axis}
+    assert len(list(tmp_path.glob("wandb/offline-*/files/media/**/*.png"))) == 2
+
+
+@pytest.fixture(scope="module")
+def tracked(tmp_path_factory):
+    """What a training in two processes has given the trackers, of which the first one was killed; and its folder."""
+    for package in ("wandb", "comet_ml", "mlflow", "trackio"):
+        pytest.importorskip(package)
+    folder = tmp_path_factory.mktemp("tracked")
+    env = apart(folder)
     done = []
     with mlflow_server(folder, env) as address:
         for mode in ("die", "go"):

@@ -1,7 +1,8 @@
 """A training that is logged to W&B, Comet, MLflow and Trackio, on this machine: it dies, and another process goes on.
 
 The first one dies in its second fit, two steps after a checkpoint. The other one goes on, ends the runs, and logs two
-fits to runs that it has opened itself. It prints what it has trained and what the trackers have, as JSON.
+fits to runs that it has opened itself. It prints what it has trained and what the trackers have, as JSON. With the
+argument "wandb" it does so for one fit, and W&B alone.
 """
 
 import glob
@@ -223,5 +224,16 @@ def main():
     print(json.dumps(found))
 
 
+def track_by_wandb():
+    import wandb
+
+    tracker = WandbCallback(mode="offline", project="p", every=1, plots=True, config={"arch": "mlp"})
+    learn = learner(tracker)
+    learn.fit(2)
+    tracker.close()
+    wandb.teardown()
+    print(json.dumps([recorded(learn), [*wandb_runs()]]))
+
+
 if __name__ == "__main__":
-    main()
+    track_by_wandb() if sys.argv[1] == "wandb" else main()
