@@ -59,6 +59,16 @@ def is_cross_entropy(loss_func: Any) -> bool:
     return is_one_of(loss_func, (nn.CrossEntropyLoss, F.cross_entropy, *NLL))
 
 
+def has_classes_in_dim_1(loss_func: Any) -> bool:
+    """Tell whether a loss takes scores with the classes in dimension 1; of another `forward` this is not known."""
+    inner = unwrap_partial(loss_func)
+    is_own = isinstance(inner, nn.Module) and type(inner).forward not in (
+        nn.CrossEntropyLoss.forward,
+        nn.NLLLoss.forward,
+    )
+    return is_cross_entropy(loss_func) and not is_own
+
+
 ELEMENTWISE = (
     nn.MSELoss, F.mse_loss, nn.L1Loss, F.l1_loss, nn.SmoothL1Loss, F.smooth_l1_loss, nn.HuberLoss, F.huber_loss,
 )  # fmt: skip
@@ -114,7 +124,24 @@ def decode_of(loss_func: Any) -> Callable[[Any], Any] | None:
     if callable(own):
         return own
     known = decoding(loss_func)
-    return None if known is None else DECODINGS[known]
+    return None if known is None else _where_known(loss_func, DECODINGS[known])
+
+
+def _where_known(loss_func: Any, function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Return the function; for a loss with another `forward`, one that refuses scores of more than two dimensions."""
+    if has_classes_in_dim_1(loss_func) or not is_cross_entropy(loss_func):
+        return function
+
+    def of_rows(pred: Tensor) -> Tensor:
+        if pred.ndim > 2:
+            raise ValueError(
+                f"got predictions of shape {tuple(pred.shape)}, and {loss_name(loss_func)} has a forward of its own: "
+                "which dimension has the classes is not known. Give it the methods decode(pred) and activation(pred)"
+                " (errors.html#decode)"
+            )
+        return function(pred)
+
+    return of_rows
 
 
 def rules(loss_func: Any) -> tuple[str | None, str | None]:
@@ -134,7 +161,7 @@ def activation_of(loss_func: Any) -> Callable[[Any], Any] | None:
     if callable(own):
         return own
     known = rules(loss_func)[1]
-    return None if known is None else ACTIVATIONS[known]
+    return None if known is None else _where_known(loss_func, ACTIVATIONS[known])
 
 
 @dataclass(frozen=True)
@@ -154,6 +181,11 @@ class OwnLoss:
     takes_count: bool = False
     dims: int = 1
     takes_numbers: bool = False
+
+    @property
+    def ignore_index(self) -> int:
+        """The target value that the loss leaves out, under the name that torch's losses have for it."""
+        return self.ignored
 
     def count(self, *yb: Any) -> Tensor | None:
         """Return the number of targets in the loss's mean, or `None` if the targets are not one tensor of integers."""

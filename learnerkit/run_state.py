@@ -521,8 +521,8 @@ def _put_attribute(owner: Any, name: str, value: Any) -> None:
 def filled(here: Any, value: Any) -> Any:
     """Return `here`, filled with the content of `value`, as other objects may refer to it; `value` if that fails.
 
-    Lists, dicts and sets can be filled, and so can untrained tensors and arrays of the same shape and type. A list
-    fills a set or a deque, too, and a dict fills one of another class.
+    Lists, dicts, sets and random generators can be filled, and so can untrained tensors and arrays of the same shape
+    and type. A list fills a set or a deque, too, and a dict fills one of another class.
     """
     if isinstance(here, set | deque) and type(value) is list:
         here.clear()
@@ -530,7 +530,9 @@ def filled(here: Any, value: Any) -> Any:
         return here
     if type(here) is not type(value) and not (isinstance(here, dict) and type(value) is dict):
         return value
-    if type(here) is list:
+    if isinstance(here, GENERATORS):
+        put_states([here], states_of([value]))
+    elif type(here) is list:
         here[:] = value
     elif isinstance(here, dict | set):
         here.clear()

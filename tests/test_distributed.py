@@ -128,6 +128,13 @@ def test_collectives_combine_the_values_of_all_ranks():
     assert distributed.reduce(float(rank), "mean") == (n - 1) / 2
     assert distributed.reduce(torch.tensor([rank, -rank]), "max").tolist() == [n - 1, 0]
     assert distributed.reduce(rank, "min") == 0
+    assert (distributed.reduce(True), distributed.reduce(rank == 0, "mean")) == (n, 1 / n)
+    assert distributed.reduce(torch.tensor([True, rank == 0]), "mean").tolist() == [1, 1 / n]
+    with raises(TypeError, "reduce got a list; it takes a tensor or a number"):
+        distributed.reduce([1, 2])
+    for src in (n, -1):
+        with raises(ValueError, f"broadcast got src={src}; the ranks are 0 to {n - 1}"):
+            distributed.broadcast(1, src)
     assert distributed.broadcast({"from": rank}) == {"from": 0}
     assert distributed.broadcast(torch.tensor(rank)).item() == 0
     pieces = [(i, torch.full((i % 3, 2), i)) for i in range(7) if i % n == rank]
@@ -242,6 +249,14 @@ def test_set_seed_repeats_every_generator():
     assert draw() == first
     set_seed(8)
     assert draw() != first
+
+
+@pytest.mark.parametrize("seed", ["1", 1.5, None])
+def test_a_seed_is_a_whole_number(seed):
+    before = torch.get_rng_state()
+    with raises(TypeError, f"got seed={seed!r}; it is a whole number"):
+        set_seed(seed)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_set_seed_reproducible_asks_for_deterministic_algorithms(monkeypatch):

@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from helpers import make_classes, make_data, make_dls, make_learner, make_model
+from helpers import make_classes, make_data, make_dls, make_learner, make_model, raises
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
@@ -27,6 +27,7 @@ from learnerkit import (
     top_k_accuracy,
 )
 from learnerkit.callbacks.tracking import TrackerCallback, ValidateEvery
+from learnerkit.losses import decode_of
 from learnerkit.metrics import make_meters
 
 PRED = torch.tensor([[2.0, 1.0, 0.0], [0.0, 1.0, 2.0], [1.0, 3.0, 2.0], [0.5, 0.1, 0.2]])
@@ -139,6 +140,65 @@ def test_dice_takes_one_logit_for_each_pixel():
     assert evaluate([Dice, IoU], (3, 1), scores, target, nn.BCEWithLogitsLoss()) == pytest.approx(expected, abs=1e-12)
     with pytest.raises(ValueError, match="dice needs classes"):
         evaluate(Dice, (3, 1), scores, target, nn.MSELoss())
+
+
+class Flat(nn.CrossEntropyLoss):
+    """Takes the scores of tokens with their classes last."""
+
+    def forward(self, pred, y):
+        return super().forward(pred.flatten(0, 1), y.flatten())
+
+
+def test_a_loss_with_a_forward_of_its_own_does_not_say_where_the_classes_are():
+    g = torch.Generator().manual_seed(1)
+    for t in (6, 4):
+        pred, target = torch.randn(5, t, 4, generator=g), torch.randint(4, (5, t), generator=g)
+        flat = pred.flatten(0, 1), target.flatten()
+        expected = (flat[0].argmax(1) == flat[1]).float().mean().item()
+        found = dict.fromkeys(("accuracy", "perplexity", "f1"))
+        for name in found:
+            metric = {"accuracy": accuracy, "perplexity": perplexity(), "f1": "f1"}[name]
+            meter = make_meters(metric, Flat(), list("abcd"))[0]
+            meter.reset()
+            if t == 4:
+                with raises(ValueError, "the classes may be dimension 1 or the last"):
+                    meter.update(5, 5, pred, (target,))
+            else:
+                meter.update(5, 5, pred, (target,))
+                found[name] = meter.result(sharded=False)
+        if t == 6:
+            assert found["accuracy"] == pytest.approx(expected)
+            assert found["perplexity"] == pytest.approx(F.cross_entropy(*flat).exp().item())
+        with raises(ValueError, "Flat has a forward of its own: which dimension has the classes is not known"):
+            decode_of(Flat())(pred)
+    assert decode_of(Flat())(pred[0]).shape == (4,)
+
+
+class OwnLossOfMasks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net, self.loss = nn.Conv2d(3, 3, 1), nn.CrossEntropyLoss(ignore_index=255)
+
+    def forward(self, x, labels=None):
+        pred = self.net(x)
+        return pred if labels is None else (pred, self.loss(pred, labels))
+
+
+def test_metrics_leave_out_what_a_models_own_loss_ignores():
+    x, y = torch.randn(8, 3, 4, 5), torch.randint(0, 3, (8, 4, 5))
+    y[:, :2] = 255
+    model, dls = (
+        OwnLossOfMasks(),
+        DataLoaders.from_datasets(TensorDataset(x, y), TensorDataset(x, y), bs=3, device="cpu"),
+    )
+    metrics = [accuracy, Dice(), perplexity()]
+    own = Learner(dls, model, metrics=metrics).validate()
+    assert own == pytest.approx(Learner(dls, model.net, model.loss, metrics=metrics).validate(), rel=1e-5)
+
+
+def test_a_vector_of_numpy_is_a_column_for_each_number():
+    found = evaluate(AccumMetric(lambda pred, target: np.array([1.0, 2.5]), name="f"))
+    assert found == {"f": {"f_0": 1.0, "f_1": 2.5}}
 
 
 class Classes(Metric):

@@ -227,7 +227,7 @@ class Evaluation:
 
 def _facts(learn: "Learner") -> tuple[Any, Any, str | None]:
     "Return the arguments of `make_meters` for a learner: its loss, its classes, and the kind of its targets."
-    return learn.loss_func, learn.dls.classes, learn.dls.targets
+    return learn.loss_func or learn._loss_weighting.own, learn.dls.classes, learn.dls.targets
 
 
 class Validation(Callback):

@@ -161,13 +161,15 @@ class SplitBatch(Callback):
             return
         batch = self._open[-1] if self.learn.batch_size else None  # This rank may have no data.
         while True:
-            everyone = distributed.all_gather((batch.parts if batch else 0, self.parts), among="votes")
-            of_batch, known = zip(*everyone, strict=True)
+            mine = (batch.parts, batch.rows) if batch else (0, 0)
+            everyone = distributed.all_gather((*mine, self.parts), among="votes")
+            of_batch, rows, known = zip(*everyone, strict=True)
             most, self.parts = max(of_batch), max(known)
-            if all(parts in (0, most) for parts in of_batch):
+            # A part has at least one sample.
+            if all(parts == min(most, n) for parts, n in zip(of_batch, rows, strict=True)):
                 break
-            if batch is not None and batch.parts < most:
-                batch.compute(most)
+            if batch is not None and batch.parts < min(most, batch.rows):
+                batch.compute(min(most, batch.rows))
 
     # The loss
 

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from datetime import timedelta
 from itertools import accumulate, groupby
+from numbers import Number
 from typing import Any, TypeVar
 
 import torch
@@ -180,19 +181,24 @@ def reduce(x: T, op: str = "sum", among: str = "") -> T:
     """Return `x` combined over all ranks, on every rank; `x` itself is not changed.
 
     Args:
-        x: a tensor of the same shape on every rank, or a number.
+        x: a tensor of the same shape on every rank, or a number. True counts as 1 in a sum and a mean.
         op: 'sum', 'mean', 'max' or 'min'.
         among: used by this package: the kind of the message, as in `group`.
 
     Raises:
+        TypeError: neither a tensor nor a number.
         ValueError: an unknown `op`.
     """
+    if not isinstance(x, Tensor | Number) and getattr(x, "ndim", None) != 0:  # numpy's bool is no `Number`
+        raise TypeError(f"reduce got a {type(x).__name__}; it takes a tensor or a number (all_gather takes anything)")
     if op not in (*_OPS, "mean"):
         raise ValueError(f"reduce got op={op!r}; it takes 'sum', 'mean', 'max' or 'min'")
     if not _has_peers("reduce"):
         return x
     local = x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64 if isinstance(x, float) else None)
     total: Any = _wire(local.detach()).clone()
+    if total.dtype == torch.bool and op in ("sum", "mean"):
+        total = total.long()  # The sum of truth values is their "or".
     with _explained("reduce"):
         dist.all_reduce(total, _OPS.get(op, dist.ReduceOp.SUM), group(among, total.device.type))
     total = total / world_size() if op == "mean" else total
@@ -207,7 +213,12 @@ def broadcast(x: T, src: int = 0, among: str = "") -> T:
         x: this rank's object.
         src: the rank whose object is returned.
         among: used by this package, as in `reduce`.
+
+    Raises:
+        ValueError: there is no rank `src`.
     """
+    if src not in range(world_size()):
+        raise ValueError(f"broadcast got src={src!r}; the ranks are 0 to {world_size() - 1}")
     if not _has_peers("broadcast"):
         return x
     with _explained("broadcast"):

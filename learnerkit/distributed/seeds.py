@@ -1,6 +1,7 @@
 """Seeds, and the states of random generators."""
 
 import hashlib
+import operator
 import os
 import random
 import sys
@@ -23,7 +24,14 @@ def set_seed(seed: int, reproducible: bool = False) -> None:
         reproducible: also ask torch for deterministic algorithms, which can be slower. The random numbers that a
             dataset draws for a sample, such as its augmentation, then depend only on the seed, the epoch and the
             sample, not on loader workers and ranks. Iterable datasets do not tell their samples apart.
+
+    Raises:
+        TypeError: `seed` is not a whole number.
     """
+    try:
+        seed = operator.index(seed)
+    except TypeError:
+        raise TypeError(f"got seed={seed!r}; it is a whole number") from None
     torch.manual_seed(seed)
     _seed_others(seed)
     if reproducible:

@@ -163,6 +163,8 @@ def _check(kind: str, values: Mapping[str, Any]) -> None:
         for text in value if isinstance(value, list) else [str(value)]:
             if not (text.strip() and text.isprintable()):
                 raise ValueError(f"{_option(name)} {text!r}: give a text without line breaks and control characters")
+    if kind == "skypilot" and (gpus := str(values.get("gpus_per_node", ""))).isdecimal():
+        raise ValueError(f"--gpus-per-node {gpus}: SkyPilot needs the kind of GPU, too, such as H100:{gpus}")
 
 
 def _seconds(kind: str, text: str | None) -> int | None:

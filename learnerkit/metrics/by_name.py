@@ -7,8 +7,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from learnerkit.losses import ACTIVATIONS, DECODINGS, loss_name, loss_option, rules
-from learnerkit.metrics.functions import accuracy, accuracy_multi, error_rate, mae, mse, top_k_accuracy, wide
+from learnerkit.losses import ACTIVATIONS, DECODINGS, OwnLoss, has_classes_in_dim_1, loss_name, loss_option, rules
+from learnerkit.metrics.functions import (
+    accuracy,
+    accuracy_multi,
+    class_axis,
+    error_rate,
+    mae,
+    mse,
+    top_k_accuracy,
+    wide,
+)
 from learnerkit.metrics.objects import perplexity, rmse
 from learnerkit.text import did_you_mean
 from learnerkit.utils import listify
@@ -72,12 +81,13 @@ class OfTorchmetrics:
         except ImportError as e:
             raise ImportError(f"the metric {name!r} is one of torchmetrics: pip install torchmetrics") from e
         n = len(classes or ())
-        decodes, activates = ("argmax", "softmax") if loss_func is None and n else rules(loss_func)
+        is_of_model = loss_func is None or isinstance(loss_func, OwnLoss)
+        decodes, activates = ("argmax", "softmax") if is_of_model and n else rules(loss_func)
         task = _TASKS.get(str(decodes))
         if task == "Binary" and (n > 2 or targets == "classes"):
             task = "Multilabel"
         if task is None or (task == "Multiclass" and not n) or (task == "") != (name == "r2"):
-            loss = "the model's loss" if loss_func is None else loss_name(loss_func)
+            loss = "the model's loss" if is_of_model else loss_name(loss_func)
             named = "give DataLoaders(classes=[...]) the names, or " if name != "r2" and not n else ""
             line = f"classification.Multiclass{_CLASSES[name]}(num_classes=10)"
             line = "regression.R2Score()" if name == "r2" else line
@@ -94,6 +104,7 @@ class OfTorchmetrics:
             "Multilabel": {"num_labels": n, "average": "macro"},
         }
         self._name, self._task = name, task
+        self._is_in_dim_1 = has_classes_in_dim_1(loss_func)
         self._rule = ACTIVATIONS[str(activates)] if name in _OF_PROBABILITIES else DECODINGS[str(decodes)]
         kind = getattr(classification if task else regression, task + _CLASSES[name])
         if name == "auc" and task in options:
@@ -114,6 +125,8 @@ class OfTorchmetrics:
                 f"torchmetrics.classification.Multilabel{_CLASSES[self._name]}(num_labels=...)"
             )
         self.metric.to(pred.device)
+        if self._task == "Multiclass" and not self._is_in_dim_1:
+            pred = pred.movedim(class_axis(pred, target, self._name), 1)
         made = self._rule(pred.detach())
         if self._task == "Multiclass":
             if target.numel() * pred.shape[1] != pred.numel():

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from learnerkit.losses import class_axes, decode_of, decoding, is_cross_entropy, loss_option
+from learnerkit.losses import class_axes, decode_of, decoding, has_classes_in_dim_1, is_cross_entropy, loss_option
 from learnerkit.values import describe
 
 
@@ -106,15 +106,17 @@ def _share(right: Tensor, target: Tensor, loss_func: Any) -> tuple[Tensor, Tenso
 def counts(target: Tensor, loss_func: Any) -> Tensor:
     "Return a mask of the targets that count: those that are not negative and that the loss does not ignore."
     counted = target >= 0
-    if is_cross_entropy(loss_func):
-        counted &= target != loss_option(loss_func, "ignore_index", -100)
+    if (ignored := loss_option(loss_func, "ignore_index")) is not None:
+        counted &= target != ignored
     return counted
 
 
 def _decoded(pred: Any, target: Tensor, loss_func: Any) -> Tensor | None:
     "Decode predictions as the loss does; `None` unless that gives one class, or yes or no, for each target."
     decode = decode_of(loss_func)
-    if decode is None or not isinstance(pred, Tensor) or (pred.ndim < 2 and is_cross_entropy(loss_func)):
+    if decode is None or not isinstance(pred, Tensor):
+        return None
+    if is_cross_entropy(loss_func) and (pred.ndim < 2 or (pred.ndim > 2 and not has_classes_in_dim_1(loss_func))):
         return None
     decoded = decode(pred)
     if not isinstance(decoded, Tensor) or decoded.is_floating_point() or decoded.numel() != target.numel():
@@ -127,7 +129,7 @@ def _class_dim(pred: Any, target: Tensor, axis: int | None, loss_func: Any, metr
     known = decoding(loss_func)
     scores = isinstance(pred, Tensor) and pred.ndim > 1 and known != "itself"
     dim = 1 if axis is None else axis
-    if scores and axis is None and known != "argmax":
+    if scores and axis is None and not has_classes_in_dim_1(loss_func):
         dim = class_axis(pred, target, metric)
     if not scores or (pred.shape[dim] == 1 and known != "argmax") or pred.numel() != target.numel() * pred.shape[dim]:
         raise ValueError(

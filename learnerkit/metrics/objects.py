@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from learnerkit.data.batches import concat, on_host
-from learnerkit.losses import is_cross_entropy, loss_option, unwrap_partial
+from learnerkit.losses import has_classes_in_dim_1, loss_option, unwrap_partial
 from learnerkit.metrics.functions import class_axis, counts, decoded_pair, wide
 from learnerkit.utils import listify
 
@@ -150,7 +150,7 @@ class perplexity(_MeanOf):
         """
         axis = self.axis
         if axis is None:  # torch's loss has taken these predictions, with the classes in dimension 1
-            axis = 1 if is_cross_entropy(self._loss_func) else class_axis(pred, target, "perplexity")
+            axis = 1 if has_classes_in_dim_1(self._loss_func) else class_axis(pred, target, "perplexity")
         ignored = self.ignore_index
         if ignored is None:
             ignored = loss_option(self._loss_func, "ignore_index", -100)

@@ -9,6 +9,7 @@ import io
 import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from types import CodeType, FunctionType, ModuleType
 from typing import IO, Any
@@ -122,17 +123,23 @@ def read(path: str, known: Sequence[Any], count: int, mapped: bool) -> list[Any]
 
 
 def dump_error(error: BaseException) -> bytes:
-    """Return the pickled exception, or b"" if it cannot be pickled."""
-    try:
-        return pickle.dumps(error)  # pickles classes of cells by name: cloudpickle would change the kernel's own
-    except Exception:
-        return b""
+    """Return the pickled exception, or its parts if its `__init__` takes other arguments; b"" if both fail."""
+    for whole in (error, (type(error), error.args, vars(error))):
+        with suppress(Exception):
+            data = pickle.dumps(whole)  # classes of cells by name: cloudpickle would change the kernel's own
+            pickle.loads(data)  # noqa: S301 - it was just made
+            return data
+    return b""
 
 
 def load_error(data: bytes) -> BaseException | None:
     """Return the unpickled exception, or `None` if that fails in this process."""
     try:
         error = pickle.loads(data)  # noqa: S301 - from a worker that this process has started
+        if isinstance(error, tuple):
+            kind, args, attributes = error
+            error = kind.__new__(kind, *args)
+            vars(error).update(attributes)
     except Exception:
         return None
     return error if isinstance(error, BaseException) else None

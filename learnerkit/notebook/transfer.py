@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from learnerkit import run_state
 from learnerkit.callback import Callback
 from learnerkit.callbacks.recorder import TableLogger
+from learnerkit.data.order import GENERATORS
 from learnerkit.notebook.pickling import SHARED, make_pickler, numbered, pickling_error, read
 from learnerkit.notebook.settings import get_options, set_options, set_random_states
 from learnerkit.state import Learner
@@ -32,7 +33,7 @@ from learnerkit.text import in_one_line
 from learnerkit.torch_internals import add_typed_sources, own_tensors, typed_sources
 from learnerkit.utils import listify, warn
 
-_CONTAINERS = (list, dict, set, deque, Tensor, np.ndarray)
+_CONTAINERS = (list, dict, set, deque, Tensor, np.ndarray, *GENERATORS)
 """Types of values that change in place, and are sent back although they are the same objects."""
 
 _OWNERS: tuple[Any, ...] = (nn.Module, Optimizer, Callback, Tensor)
@@ -130,7 +131,7 @@ def _shared(call: Call, met: list[Any]) -> tuple[list[Any], list[Any]]:
     tensors = [t for x in met if isinstance(x, nn.Module) for t in own_tensors(x)]
     owners = [
         *scope, *(x for x in cells if isinstance(x, type)), learn,
-        *(x for x in metrics if not isinstance(x, SHARED)),
+        *(x for x in (*metrics, learn.loss_func) if hasattr(x, "__dict__") and not isinstance(x, SHARED)),
         *(x for x in (*met, *tensors) if isinstance(x, _OWNERS) and not is_lazy(x)),
     ]  # fmt: skip
     others = [x for x in (*met, learn.dls, *learn.dls.loaders) if not isinstance(x, Tensor)]

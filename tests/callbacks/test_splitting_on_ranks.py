@@ -53,6 +53,10 @@ def test_all_ranks_take_the_parts_that_one_of_them_needs(which, where, rows):
     check_parts(fitted, on(which, rows, where), which)
 
 
+def test_a_rank_with_fewer_samples_than_parts_takes_one_of_each():
+    assert far(fitted(together=False, n=3), fitted(cbs=[SplitBatch(2)], n=3)) < 1e-9
+
+
 @pytest.mark.ranks(2, slow=[3])
 def test_ranks_without_data_take_part_in_steps_of_several_batches():
     # 49 samples in batches of 12: the last has one sample, so that all ranks but one have none

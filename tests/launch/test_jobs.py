@@ -196,6 +196,7 @@ def test_a_value_does_not_leave_its_place(kind):
         ("slurm", {"image": "x"}, "--image means nothing for slurm; .* kubeflow or skypilot or sagemaker$"),
         ("kubeflow", {"image": "a\nb"}, "--image 'a.nb': give a text without line breaks and control characters"),
         ("skypilot", {"env": ["A=\x1b"]}, "--env .*: give a text without line breaks and control characters"),
+        ("skypilot", {"gpus_per_node": "4"}, "--gpus-per-node 4: SkyPilot needs the kind of GPU, too, such as H100:4"),
         ("sagemaker", {"time": "soon"}, "--time 'soon': give minutes"),
         ("kubeflow", {"time": "UNLIMITED"}, "--time 'UNLIMITED': give minutes"),
     ],

@@ -1,12 +1,15 @@
 """What travels between the kernel and its workers, tried in one process: a learner there, and what a call changes."""
 
+import random
 import threading
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from helpers import halves, make_data, make_learner, make_model, mostly_soak, raising
 from torch import nn
+from torch.nn import functional as F
 from torch.optim import SGD, AdamW
 
 from learnerkit import EMA, SWA, Callback, DataLoaders, Learner, Metric, ReduceLROnPlateau
@@ -293,6 +296,48 @@ def test_a_learner_is_afterwards_as_if_it_had_run_here(name):
     for one, another in zip(here.model.modules(), there.model.modules(), strict=True):
         assert type(one) is type(another)
         assert [vars(one).get(k) for k in ("steps", "sizes")] == [vars(another).get(k) for k in ("steps", "sizes")]
+
+
+class Annealed:
+    """A loss that counts its calls and draws."""
+
+    def __init__(self):
+        self.step, self.generators = 0, [random.Random(0), np.random.default_rng(0), torch.Generator()]
+        self.first = random.Random(0)
+
+    def __call__(self, pred, y):
+        self.step += 1
+        self.first.random()
+        return F.mse_loss(pred, y) * self.step
+
+
+def test_what_a_loss_counts_and_draws_comes_back():
+    losses = Annealed(), Annealed()
+    firsts = [loss.first for loss in losses]
+    here, there = losses
+    make_learner(loss_func=here).fit(1, 0.1)
+    learn = make_learner(loss_func=there)
+    carried_out(learn, Learner.fit, 1, 0.1)
+    assert learn.loss_func is there
+    assert there.step == here.step > 0
+    assert [loss.first for loss in losses] == firsts
+    assert firsts[1].getstate() == firsts[0].getstate() != random.Random(0).getstate()
+
+
+class Damaged(Exception):
+    def __init__(self, file, line):
+        super().__init__(f"{file} is damaged in line {line}")
+        self.line = line
+
+
+def test_an_error_arrives_as_what_it_is():
+    unicode = UnicodeDecodeError("utf-8", b"a", 0, 1, "because")
+    for error in (Damaged("a.csv", 3), unicode, OSError(2, "gone"), ValueError("x")):
+        error.add_note("a note")
+        found = pickling.load_error(pickling.dump_error(error))
+        assert (type(found), str(found), found.__notes__) == (type(error), str(error), ["a note"])
+        assert getattr(found, "line", 0) == getattr(error, "line", 0)
+    assert pickling.dump_error(ValueError(threading.Lock())) == b""
 
 
 @pytest.mark.slow
