@@ -21,7 +21,7 @@ from learnerkit.data.batches import in_float32
 from learnerkit.data.show import label_steps, panels, pyplot
 from learnerkit.explain import explain_metric
 from learnerkit.host_scalars import WeighedScalars
-from learnerkit.losses import check_predictions, counted_parts
+from learnerkit.losses import check_predictions, counted_parts, weighting_of
 from learnerkit.marks import collective
 from learnerkit.metrics import DEPENDS_ON_CUT, AccumMetric, Meter, check_columns, make_meters, weighted_mean
 from learnerkit.metrics.meters import is_number
@@ -227,7 +227,7 @@ class Evaluation:
 
 def _facts(learn: "Learner") -> tuple[Any, Any, str | None]:
     "Return the arguments of `make_meters` for a learner: its loss, its classes, and the kind of its targets."
-    return learn.loss_func or learn._loss_weighting.own, learn.dls.classes, learn.dls.targets
+    return learn.loss_func or weighting_of(learn).own, learn.dls.classes, learn.dls.targets
 
 
 class Validation(Callback):
