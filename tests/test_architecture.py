@@ -431,7 +431,7 @@ def test_code_tokens_are_counted_right():
 # The most tokens of code that each room may have; a room is a folder of the package, or a file at its top. A budget is
 # raised by at most a tenth. More needs a line in the changelog that says why.
 BUDGETS = {
-    "callbacks": 40_190, "parallel": 25_990, "data": 19_320, "scaling": 16_700, "preflight": 18_250, "sweep": 11_300,
+    "callbacks": 40_200, "parallel": 25_990, "data": 19_320, "scaling": 16_700, "preflight": 18_250, "sweep": 11_300,
     "launch": 14_060, "checkpoints": 13_490, "learner": 10_220, "inspection": 9_160, "metrics": 9_040,
     "loggers": 7_610, "images": 7_970, "optim": 7_400, "notebook": 7_120, "tabular": 7_120, "export": 6_660,
     "losses": 6_480, "distributed": 5_900, "vision": 5_210, "run_state": 5_070, "language": 4_440, "processes": 4_770,

@@ -227,7 +227,8 @@ class Evaluation:
 
 def _facts(learn: "Learner") -> tuple[Any, Any, str | None]:
     "Return the arguments of `make_meters` for a learner: its loss, its classes, and the kind of its targets."
-    return learn.loss_func or weighting_of(learn).own, learn.dls.classes, learn.dls.targets
+    loss_func = weighting_of(learn).own if learn.loss_func is None else learn.loss_func
+    return loss_func, learn.dls.classes, learn.dls.targets
 
 
 class Validation(Callback):

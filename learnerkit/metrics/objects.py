@@ -68,6 +68,7 @@ class AccumMetric(Metric):
 
     Args:
         func: f(preds, *targets) -> number or 0-dim tensor; it gets tensors on the host, joined over the batches.
+            Where batches differ in length, as padded texts do, it gets lists with a tensor for each sample.
         name: the column; by default the function's name.
     """
 
