@@ -26,8 +26,9 @@ class Ending:
         standstill: the ranks came to a standstill, and no other error will come.
         signal: the signal that caused it, for the launcher to report; 0: none.
         rank: the rank that has told the others of it; -1: none.
-        event, callback, phase, epoch, step: the place where it was raised; outside of a hook there is no callback.
+        event, callback, epoch, step: the place where it was raised; outside of a hook there is no callback.
         cause: its class and message, in one line.
+        phase: 'training' or 'evaluation'; before the first batch empty.
     """
 
     agreed: bool = False
@@ -37,10 +38,10 @@ class Ending:
     rank: int = -1
     event: str = ""
     callback: str = ""
-    phase: str = ""
     epoch: int = -1
     step: int = -1
     cause: str = ""
+    phase: str = ""
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> "Ending":

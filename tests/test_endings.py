@@ -16,7 +16,7 @@ from learnerkit.distributed import PeerError
 from learnerkit.endings import Ending, ExceptionReport, ending_of, mark, may_follow, raised_in
 from learnerkit.processes import rank_main
 
-FULL = Ending(True, True, True, 15, 1, "before_batch", "Fails", 2, 3, "ValueError: the cause")
+FULL = Ending(True, True, True, 15, 1, "before_batch", "Fails", 2, 3, "ValueError: the cause", "training")
 
 
 def test_every_field_goes_through_json_and_back():
