@@ -201,8 +201,8 @@ def reduce(x: T, op: str = "sum", among: str = "") -> T:
         total = total.long()  # The sum of truth values is their "or".
     with _explained("reduce"):
         dist.all_reduce(total, _OPS.get(op, dist.ReduceOp.SUM), group(among, total.device.type))
-    total = total / world_size() if op == "mean" else total
-    return total.to(local.device) if isinstance(x, Tensor) else total.item()
+    result = total.to(local.device) if isinstance(x, Tensor) else total.item()
+    return result / world_size() if op == "mean" else result
 
 
 @collective
