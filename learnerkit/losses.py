@@ -61,12 +61,8 @@ def is_cross_entropy(loss_func: Any) -> bool:
 
 def has_classes_in_dim_1(loss_func: Any) -> bool:
     """Tell whether a loss takes scores with the classes in dimension 1; of another `forward` this is not known."""
-    inner = unwrap_partial(loss_func)
-    is_own = isinstance(inner, nn.Module) and type(inner).forward not in (
-        nn.CrossEntropyLoss.forward,
-        nn.NLLLoss.forward,
-    )
-    return is_cross_entropy(loss_func) and not is_own
+    forward = getattr(type(unwrap_partial(loss_func)), "forward", None)  # a function has none
+    return is_cross_entropy(loss_func) and forward in (None, nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
 
 
 ELEMENTWISE = (
@@ -123,25 +119,28 @@ def decode_of(loss_func: Any) -> Callable[[Any], Any] | None:
     own = own_decode(loss_func)
     if callable(own):
         return own
-    known = decoding(loss_func)
-    return None if known is None else _where_known(loss_func, DECODINGS[known])
+    return _listed(DECODINGS, decoding(loss_func), loss_func)
 
 
-def _where_known(loss_func: Any, function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Return the function; for a loss with another `forward`, one that refuses scores of more than two dimensions."""
-    if has_classes_in_dim_1(loss_func) or not is_cross_entropy(loss_func):
-        return function
+def hides_classes(loss_func: Any) -> bool:
+    """Tell whether a cross-entropy has another `forward` and no `decode`: the classes may be in any dimension."""
+    return is_cross_entropy(loss_func) and not has_classes_in_dim_1(loss_func) and not own_decode(loss_func)
 
-    def of_rows(pred: Tensor) -> Tensor:
-        if pred.ndim > 2:
-            raise ValueError(
-                f"got predictions of shape {tuple(pred.shape)}, and {loss_name(loss_func)} has a forward of its own: "
-                "which dimension has the classes is not known. Give it the methods decode(pred) and activation(pred)"
-                " (errors.html#decode)"
-            )
-        return function(pred)
 
-    return of_rows
+def _listed(functions: dict[str, Callable], name: str | None, loss_func: Any) -> Any:
+    function = functions.get(str(name))
+    return partial(_of_rows, loss_func, function) if function and hides_classes(loss_func) else function
+
+
+def _of_rows(loss_func: Any, function: Callable, pred: Tensor) -> Tensor:
+    """Call a function of predictions (n, classes); of others it is not known which dimension has the classes."""
+    if pred.ndim > 2:
+        raise ValueError(
+            f"got predictions of shape {tuple(pred.shape)}, and {loss_name(loss_func)} has a forward of its own: which "
+            "dimension has the classes is not known. Give it the methods decode(pred) and activation(pred)"
+            " (errors.html#decode)"
+        )
+    return function(pred)
 
 
 def rules(loss_func: Any) -> tuple[str | None, str | None]:
@@ -160,8 +159,7 @@ def activation_of(loss_func: Any) -> Callable[[Any], Any] | None:
     own = loss_option(loss_func, "activation")
     if callable(own):
         return own
-    known = rules(loss_func)[1]
-    return None if known is None else _where_known(loss_func, ACTIVATIONS[known])
+    return _listed(ACTIVATIONS, rules(loss_func)[1], loss_func)
 
 
 @dataclass(frozen=True)
@@ -169,27 +167,22 @@ class OwnLoss:
     """The facts about the loss that a model computes itself, from its code and modules: the same on every rank.
 
     Attributes:
-        ignored: the target value that the loss leaves out.
+        ignore_index: the target value that the loss leaves out, under the name that torch's losses have for it.
         shifts: the loss leaves out the first target of each row, for which a language model has no prediction.
         takes_count: `forward` takes `num_items_in_batch`, the number of items in the mean.
         dims: the loss is known to be the mean over the integer targets if they have at most this many dimensions.
         takes_numbers: the loss is known to be the mean over samples if targets are numbers.
     """
 
-    ignored: int = -100
+    ignore_index: int = -100
     shifts: bool = False
     takes_count: bool = False
     dims: int = 1
     takes_numbers: bool = False
 
-    @property
-    def ignore_index(self) -> int:
-        """The target value that the loss leaves out, under the name that torch's losses have for it."""
-        return self.ignored
-
     def count(self, *yb: Any) -> Tensor | None:
         """Return the number of targets in the loss's mean, or `None` if the targets are not one tensor of integers."""
-        return (self.used(yb[0]) != self.ignored).sum() if len(yb) == 1 and _are_integers(yb[0]) else None
+        return (self.used(yb[0]) != self.ignore_index).sum() if len(yb) == 1 and _are_integers(yb[0]) else None
 
     def is_known(self, yb: tuple) -> bool:
         """Tell whether the loss is known to average over the number of `count`, or over samples. A host-device sync."""
@@ -201,12 +194,14 @@ class OwnLoss:
 
     def counts_negative(self, target: Tensor) -> bool:
         """Tell whether negative targets are counted, which most models leave out. A host-device sync."""
-        return bool(((target < 0) & (target != self.ignored)).any())
+        return bool(((target < 0) & (target != self.ignore_index)).any())
 
     def described(self, target: Tensor) -> str:
         """Describe the targets that are counted. A host-device sync."""
         used = self.used(target)
-        which = f"the {int((used != self.ignored).sum())} of {used.numel()} targets that are not {self.ignored}"
+        which = (
+            f"the {int((used != self.ignore_index).sum())} of {used.numel()} targets that are not {self.ignore_index}"
+        )
         return which + (", negative ones among them" if self.counts_negative(target) else "")
 
     def used(self, target: Tensor) -> Tensor:
@@ -246,7 +241,7 @@ def own_loss_of(model: nn.Module) -> OwnLoss:
     kind, config = getattr(model, "loss_type", None), getattr(model, "config", None)
     segments = kind == "ForSemanticSegmentation"
     if segments:
-        own = replace(own, ignored=getattr(config, "semantic_loss_ignore_index", 255))
+        own = replace(own, ignore_index=getattr(config, "semantic_loss_ignore_index", 255))
     loss_func: Any = model.loss_function if "loss_function" in code.co_names else None
     if loss_func is None:
         shifts, plain = False, "CrossEntropyLoss" in code.co_names and "shift_labels" not in code.co_varnames
@@ -929,7 +924,7 @@ def doubtful_count(learn: "Learner") -> str:
         y = "y" if own.used(yb[0]) is yb[0] else "y[..., 1:]"
         return (
             f"{UNKNOWN_COUNT}it is taken for the mean over {own.described(yb[0])}. If it is one, say "
-            f"loss_weight=lambda y: ({y} != {own.ignored}).sum(); else give the Learner {SAY_COUNT}"
+            f"loss_weight=lambda y: ({y} != {own.ignore_index}).sum(); else give the Learner {SAY_COUNT}"
         )
     if overrides(learn, "_loss"):
         return ""

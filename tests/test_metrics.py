@@ -174,6 +174,15 @@ def test_a_loss_with_a_forward_of_its_own_does_not_say_where_the_classes_are():
     assert decode_of(Flat())(pred[0]).shape == (4,)
 
 
+def test_a_loss_with_a_forward_and_a_decode_of_its_own_says_how_tokens_are_decoded():
+    class Decodes(Flat):
+        def decode(self, pred):
+            return pred.argmax(-1)
+
+    pred, target = torch.randn(5, 4, 4), torch.randint(4, (5, 4))  # as many tokens as classes
+    assert accuracy(pred, target, loss_func=Decodes()) == (pred.argmax(-1) == target).double().mean()
+
+
 class OwnLossOfMasks(nn.Module):
     def __init__(self):
         super().__init__()

@@ -81,7 +81,7 @@ class OfTorchmetrics:
         except ImportError as e:
             raise ImportError(f"the metric {name!r} is one of torchmetrics: pip install torchmetrics") from e
         n = len(classes or ())
-        is_of_model = loss_func is None or isinstance(loss_func, OwnLoss)
+        is_of_model = isinstance(loss_func, OwnLoss | None)
         decodes, activates = ("argmax", "softmax") if is_of_model and n else rules(loss_func)
         task = _TASKS.get(str(decodes))
         if task == "Binary" and (n > 2 or targets == "classes"):

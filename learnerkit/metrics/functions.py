@@ -7,7 +7,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from learnerkit.losses import class_axes, decode_of, decoding, has_classes_in_dim_1, is_cross_entropy, loss_option
+from learnerkit.losses import (
+    class_axes,
+    decode_of,
+    decoding,
+    has_classes_in_dim_1,
+    hides_classes,
+    is_cross_entropy,
+    loss_option,
+)
 from learnerkit.values import describe
 
 
@@ -114,9 +122,9 @@ def counts(target: Tensor, loss_func: Any) -> Tensor:
 def _decoded(pred: Any, target: Tensor, loss_func: Any) -> Tensor | None:
     "Decode predictions as the loss does; `None` unless that gives one class, or yes or no, for each target."
     decode = decode_of(loss_func)
-    if decode is None or not isinstance(pred, Tensor):
+    if decode is None or not isinstance(pred, Tensor) or (pred.ndim < 2 and is_cross_entropy(loss_func)):
         return None
-    if is_cross_entropy(loss_func) and (pred.ndim < 2 or (pred.ndim > 2 and not has_classes_in_dim_1(loss_func))):
+    if pred.ndim > 2 and hides_classes(loss_func):  # The shapes say which dimension has them.
         return None
     decoded = decode(pred)
     if not isinstance(decoded, Tensor) or decoded.is_floating_point() or decoded.numel() != target.numel():
