@@ -9,7 +9,7 @@ from learnerkit.callbacks.accumulation import GradientAccumulation
 from learnerkit.callbacks.precision import MixedPrecision
 from learnerkit.callbacks.recomputing import ActivationCheckpointing
 from learnerkit.inspection.undoing import state_tensors
-from learnerkit.preflight.prediction import MARGIN, Prediction, Seen, fake_steps, predict_memory
+from learnerkit.preflight.prediction import MARGIN, Prediction, Seen, fake_steps, n_bytes, predict_memory
 from learnerkit.preflight.report import HINT, NOTHING, OK, WRONG, Finding
 from learnerkit.processes.rank_main import forget_frames
 from learnerkit.shards import local
@@ -138,7 +138,7 @@ def _kinds(learn: "Learner") -> dict[str, list[Tensor]]:
 
 def _held(learn: "Learner") -> str:
     """Describe the bytes that parameters, gradients and optimizer state take on this rank now."""
-    return ", ".join(f"{kind} {in_units(sum(local(t).nbytes for t in part))}" for kind, part in _kinds(learn).items())
+    return ", ".join(f"{kind} {in_units(n_bytes(map(local, part)))}" for kind, part in _kinds(learn).items())
 
 
 def _needs(step: Prediction) -> str:

@@ -125,7 +125,7 @@ def predict_memory(
                 reads = trial is real_steps and device.type == "cuda"
                 live: Any = AllocatedBytes(device) if reads else LiveBytes()
                 mine = *held_tensors(one.model, one.loss_func), *state_tensors(one.opts)
-                beside = reads and live.now - _bytes(mine)  # the bytes of others
+                beside = reads and live.now - n_bytes(mine)  # the bytes of others
                 prediction = _measured(one, map_batch(like, seen), n, every, others, live)
                 return prediction.with_more(prediction.gradients * several - beside)  # DDP has copies of gradients
         except Exception as error:  # User code may need values, or another batch size.
@@ -265,9 +265,9 @@ def _measured(
             after = live.now
             live.peak = live.now
             if not i:
-                gradients = _bytes(p.grad for p in model.parameters() if p.grad is not None)
+                gradients = n_bytes(p.grad for p in model.parameters() if p.grad is not None)
                 one._step()
-                made, floor = _bytes(state_tensors(one.opts)) - _bytes(state), live.peak
+                made, floor = n_bytes(state_tensors(one.opts)) - n_bytes(state), live.peak
                 extra = floor - after - made  # The step has made the optimizer's state, which stays.
                 peaks[size] = max(passes + made, floor)
             else:
@@ -276,7 +276,7 @@ def _measured(
                 one._zero_grad()
             one.batch = one.pred = one.output = one.loss = one.loss_grad = None
             one.xb = one.yb = ()
-    kinds = _bytes(model.parameters()), gradients, _bytes(state_tensors(one.opts))
+    kinds = n_bytes(model.parameters()), gradients, n_bytes(state_tensors(one.opts))
     ends = sorted(peaks.items())
     pairs = zip(ends, ends[1:], strict=False)
     lines = ((float(floor), 0.0), *(_line(low, high) for low, high in pairs))
@@ -289,5 +289,6 @@ def _line(low: tuple[int, int], high: tuple[int, int]) -> tuple[float, float]:
     return low[1] - slope * low[0], slope
 
 
-def _bytes(tensors: Iterable[Tensor]) -> int:
+def n_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of tensors; of sparse ones those of their parts."""
     return sum(part.nbytes for t in tensors for part in ((t._indices(), t._values()) if t.is_sparse else (t,)))

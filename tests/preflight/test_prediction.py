@@ -30,7 +30,7 @@ from learnerkit import (
     vision_learner,
 )
 from learnerkit.inspection.undoing import held_tensors, move_to_device
-from learnerkit.preflight.prediction import Prediction, fake_steps, predict_memory, real_steps
+from learnerkit.preflight.prediction import Prediction, fake_steps, n_bytes, predict_memory, real_steps
 from learnerkit.torch_internals import LiveBytes
 
 
@@ -162,6 +162,8 @@ def test_sparse_gradients_are_predicted():
     found = predict_memory(learn)
     assert isinstance(found, Prediction), found
     assert found.peak == pytest.approx(measured(learn), rel=0.02)
+    sparse_one = torch.sparse_coo_tensor([[0, 3]], torch.ones(2, 5), (9, 5), check_invariants=True)
+    assert n_bytes([sparse_one, torch.ones(3)]) == 2 * 8 + 2 * 5 * 4 + 3 * 4
 
 
 @pytest.mark.parametrize("kind", QUICK)
