@@ -531,7 +531,7 @@ def filled(here: Any, value: Any) -> Any:
     if type(here) is not type(value) and not (isinstance(here, dict) and type(value) is dict):
         return value
     if isinstance(here, GENERATORS):
-        put_states([here], states_of([value]))
+        set_generator_state(here, generator_state(value))
     elif type(here) is list:
         here[:] = value
     elif isinstance(here, dict | set):

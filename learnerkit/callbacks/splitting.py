@@ -168,8 +168,8 @@ class SplitBatch(Callback):
             # A part has at least one sample.
             if all(parts == min(most, n) for parts, n in zip(of_batch, rows, strict=True)):
                 break
-            if batch is not None and batch.parts < min(most, batch.rows):
-                batch.compute(min(most, batch.rows))
+            if batch is not None and batch.parts < (wanted := min(most, batch.rows)):
+                batch.compute(wanted)
 
     # The loss
 

@@ -309,8 +309,10 @@ class CheckpointCallback(StepCounter):
         for name in ("n_epoch", "n_steps"):
             was, wanted = before["fit"].pop(name), now["fit"].pop(name)
             if was != wanted:
-                what = "schedules, which go by the share of training done, are those of the new length"
-                what = "this fit was done before, and is not trained any further" if is_done else what
+                if is_done:
+                    what = "this fit was done before, and is not trained any further"
+                else:
+                    what = "schedules, which go by the share of training done, are those of the new length"
                 learn.say(f"{name} was {printable(repr(was))} and is {wanted}: {what}")
         changes = state.callback_changes(then["order"], [key for key, _ in keys(learn.cbs)])
         changes = [f"callbacks: {line}" for line in changes]
