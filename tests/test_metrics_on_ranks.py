@@ -130,7 +130,7 @@ def test_every_metric_of_torchmetrics_equals_one_process_on_three():
     check_all(torchmetrics_classes(), torchmetrics_table(), {"the last has none": (1, 0, 1, 0)})
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.ranks(2)
 def test_every_metric_of_torcheval_equals_one_process():
     check_all(torcheval(), torcheval_table())

@@ -445,7 +445,8 @@ class Recorder(Callback):
         # Copies in training, because validation needs the metrics' states for itself.
         self._train_meters = make_meters(copy.deepcopy(metrics), *_facts(self.learn)) if self.train_metrics else []
         self._valid_meters = make_meters(metrics, *_facts(self.learn)) if self.valid_metrics else []
-        self.metric_names = ["epoch", *self._names(), *(["time"] if self.add_time else [])]
+        declared = dict.fromkeys(name for cb in self.learn.cbs for name in cb.logs)
+        self.metric_names = ["epoch", *self._names(), *declared, *(["time"] if self.add_time else [])]
         self._start_epoch()  # here too: an epoch may be cancelled before this callback's `before_epoch`
 
     def note_columns(self, meters: list[Meter]) -> None:
@@ -785,7 +786,6 @@ def check_monitor(learn: "Learner", name: str) -> None:
         )
     recorder = learn.recorder
     columns = recorder.metric_names[1 : -1 if recorder.add_time else None]
-    columns += dict.fromkeys(name for cb in learn.cbs for name in cb.logs if name not in columns)
     if name not in columns and not any(meter.may_have(name) for meter in recorder._valid_meters):
         missing = " and, without a validation loader, none of validation" if learn.dls.valid is None else ""
         near = did_you_mean(name, columns, cutoff=0.5)  # low enough to find 'valid_mae' for 'mae'

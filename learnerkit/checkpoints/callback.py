@@ -406,6 +406,8 @@ class CheckpointCallback(StepCounter):
         self._request.clear()
         if asked > SAVE:
             self._storage.wait()
+            if self._saved_at == self._steps:
+                self.learn.say(f"saved after step {self._steps} in {_shown(self.path)}; resume=True goes on there")
             raise Stopped if asked == END else mark(KeyboardInterrupt(), agreed=True)
 
     def after_train(self) -> None:

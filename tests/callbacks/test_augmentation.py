@@ -339,7 +339,7 @@ def do(name):
 found = results_of(do)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("job", ["smoothing", "all"])
 def test_label_smoothing_on_ranks_equals_that_on_one_process(found, job):
     (alone,) = found[1, job]

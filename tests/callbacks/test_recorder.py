@@ -28,6 +28,7 @@ from learnerkit import (
     ChannelsLast,
     CheckpointCallback,
     DataLoaders,
+    GradientClip,
     ImageAugmentation,
     Learner,
     MixedPrecision,
@@ -385,6 +386,15 @@ def test_a_column_that_comes_later_stands_in_the_rows_from_then_on(capsys):
         ["epoch", "train_loss", "valid_loss", "late", "time"],
         ["epoch", "train_loss", "valid_loss", "time"],
     ]
+
+
+def test_columns_that_callbacks_declare_are_known_before_there_is_a_row():
+    seen = []
+    look = Callback(before_train=lambda cb: seen.append(list(cb.recorder.metric_names)))
+    learn = learner([], cbs=[GradientClip(1.0, log=True), look])
+    learn.fit(1)
+    assert seen == [learn.recorder.metric_names]
+    assert "grad_norm" in seen[0]
 
 
 def test_columns_keep_the_order_of_the_row_before():

@@ -57,7 +57,7 @@ def test_a_rank_with_fewer_samples_than_parts_takes_one_of_each():
     assert far(fitted(together=False, n=3), fitted(cbs=[SplitBatch(2)], n=3)) < 1e-9
 
 
-@pytest.mark.ranks(2, slow=[3])
+@pytest.mark.ranks(2, soak=[3])
 def test_ranks_without_data_take_part_in_steps_of_several_batches():
     # 49 samples in batches of 12: the last has one sample, so that all ranks but one have none
     for cbs in ((), (lambda: GradientAccumulation(n_batches=2), lambda: GradientClip(0.1))):

@@ -292,10 +292,11 @@ def test_arguments_that_a_fit_changes_and_containers_of_all_kinds_come_back(chan
 
 
 @pytest.mark.parametrize("name", ["augmentation", "average"])
-def test_r13_term_saves_once_after_the_step_and_leaves_with_143(name, tmp_path, whole):
+def test_r13_term_saves_once_after_the_step_and_leaves_with_143(name, tmp_path, whole, capsys):
     before = signal.getsignal(signal.SIGTERM)
     order = stopped(make(name, tmp_path, Send(9, signal.SIGTERM), every=1000), name)
     assert [p.name for p in tmp_path.glob("fit*")] == ["fit0-epoch1-step9"]
+    assert "saved after step 9 in .; resume=True goes on there\n" in capsys.readouterr().out
     assert signal.getsignal(signal.SIGTERM) is before
     again = make(name, tmp_path, Send(0, 15), resume=True, every=1000)
     assert different(whole(name), finished(again, name, order)) == []

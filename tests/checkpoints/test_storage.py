@@ -627,8 +627,8 @@ def test_r05_r06_often(monkeypatch, seed):
     assert crashes(100, seed, monkeypatch)["bytes"]["tried"] == 200
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["launch", pytest.param("torchrun", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("way", ["launch", "torchrun"])
 def test_the_end_of_all_ranks_waits_for_what_is_written(tmp_path, way):
     assert run_script("checkpoint_end.py", tmp_path, nproc=2, way=way) == ""
     checkpoint = Storage(tmp_path).newest()

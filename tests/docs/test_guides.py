@@ -135,7 +135,7 @@ LONG = (
     "agreement.md", "carried_state.md", "checkpoint.md", "config.md", "cross_validation.md", "equal.md", "gan.md",
     "hang.md", "images.md", "imbalance.md", "language_model.md", "large_models.md", "launching.md", "memory.md",
     "object_stores.md", "one_gpu_to_many.md", "other_libraries.md", "ray.md", "reinforcement.md", "search.md",
-    "segmentation.md", "serve.md", "slow.md", "tracking.md", "transformers.md",
+    "segmentation.md", "serve.md", "slow.md", "tables.md", "texts.md", "tracking.md", "training.md", "transformers.md",
 )  # fmt: skip
 """They start many processes, wait, or train for long, and show what tests of `-m slow` have, too."""
 

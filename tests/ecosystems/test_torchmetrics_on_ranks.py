@@ -66,12 +66,13 @@ def test_a_collection_has_a_column_for_each_of_its_metrics(found, name):
     assert run["of the user"] == pytest.approx(run["expected"])
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("n", "name"),
     [
-        pytest.param(2, "plain", id="2-ranks-plain", marks=pytest.mark.slow),
-        pytest.param(2, "used", id="2-ranks-used", marks=pytest.mark.soak),
-        pytest.param(3, "named", id="3-ranks-named", marks=pytest.mark.soak),
+        pytest.param(2, "plain", id="2-ranks-plain"),
+        pytest.param(2, "used", id="2-ranks-used"),
+        pytest.param(3, "named", id="3-ranks-named"),
     ],
 )
 def test_a_collection_on_ranks_equals_one_process(found, n, name):

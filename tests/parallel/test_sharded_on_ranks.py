@@ -129,7 +129,7 @@ CANCELS = ["CancelFitException", "CancelEpochException", "CancelTrainException",
            "KeyboardInterrupt"]  # fmt: skip
 
 
-@slow_on_ranks
+@soak_on_ranks
 def test_ctrl_c_at_some_events_ends_all():
     cancel("KeyboardInterrupt", WHEN[::4])
 

@@ -301,7 +301,7 @@ def marks(out):
     return {topic: mark for topic, (mark, _) in read_report(out)[0].items()}
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_doctor_finds_two_processes_well(tmp_path):
     start, used = time.monotonic(), os.times()
     code, out, err = run("learnerkit.doctor", "--nproc", 2, cwd=tmp_path)

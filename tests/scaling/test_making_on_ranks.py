@@ -86,7 +86,7 @@ def test_slow_links_are_no_slow_rank_and_what_helps_is_found():
     assert distributed.same_everywhere(report.to_json())
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_everything_is_as_it_was_on_each_rank():
     learn = make_learner()
     with learn.distrib_ctx():

@@ -149,7 +149,7 @@ def test_64_trials_with_3_kills_end_with_64_results(search, victim, time):
     assert 64 < frame["attempts"].sum() <= 64 + 9
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_each_trial_has_gpus_and_threads_of_its_own(search):
     write_config(maxCombo=4)
     env = {"CUDA_VISIBLE_DEVICES": "3,5,GPU-a,7,8", "OMP_NUM_THREADS": ""}
