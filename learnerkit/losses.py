@@ -9,7 +9,7 @@ import inspect
 import math
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -79,14 +79,29 @@ NLL = (nn.NLLLoss, F.nll_loss)
 BINARY_LOGITS = (nn.BCEWithLogitsLoss, F.binary_cross_entropy_with_logits)
 BINARY_SHARES = (nn.BCELoss, F.binary_cross_entropy)
 
+
+def _of_rows(function: Callable, pred: Any, name: str = "the loss") -> Tensor:
+    """Call a function of predictions (n, classes); of others it is not known which dimension has the classes."""
+    if not isinstance(pred, Tensor) or pred.ndim > 2:
+        raise ValueError(
+            f"got predictions that are {describe(pred)}, and {name} has a forward of its own: which dimension has the "
+            "classes is not known. Give it the methods decode(pred) and activation(pred) (errors.html#decode)"
+        )
+    made: Tensor = function(pred)
+    return made
+
+
+_argmax, _softmax = partial(torch.argmax, dim=1), partial(torch.softmax, dim=1)
+
 DECODINGS: dict[str, Callable[[Tensor], Tensor]] = {
-    "argmax": partial(torch.argmax, dim=1), "itself": itself,
+    "argmax": _argmax, "argmax of rows": partial(_of_rows, _argmax), "itself": itself,
     "above 0": partial(torch.gt, other=0), "above 0.5": partial(torch.gt, other=0.5),
 }  # fmt: skip
 """The functions that decode predictions, by name: into classes, numbers, or a yes or no for each class."""
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "softmax": partial(torch.softmax, dim=1), "exp": torch.exp, "sigmoid": torch.sigmoid, "itself": itself,
+    "softmax": _softmax, "softmax of rows": partial(_of_rows, _softmax), "exp": torch.exp, "sigmoid": torch.sigmoid,
+    "itself": itself,
 }  # fmt: skip
 """The functions that turn predictions into probabilities, by name."""
 
@@ -127,20 +142,16 @@ def hides_classes(loss_func: Any) -> bool:
     return is_cross_entropy(loss_func) and not has_classes_in_dim_1(loss_func) and not own_decode(loss_func)
 
 
+def name_for(loss_func: Any, name: str | None, functions: Mapping[str, Callable]) -> str | None:
+    """Return the name of the function that refuses what hides the classes, if there is one for this name and loss."""
+    of_rows = f"{name} of rows"
+    return of_rows if of_rows in functions and hides_classes(loss_func) else name
+
+
 def _listed(functions: dict[str, Callable], name: str | None, loss_func: Any) -> Any:
-    function = functions.get(str(name))
-    return partial(_of_rows, loss_func, function) if function and hides_classes(loss_func) else function
-
-
-def _of_rows(loss_func: Any, function: Callable, pred: Tensor) -> Tensor:
-    """Call a function of predictions (n, classes); of others it is not known which dimension has the classes."""
-    if pred.ndim > 2:
-        raise ValueError(
-            f"got predictions of shape {tuple(pred.shape)}, and {loss_name(loss_func)} has a forward of its own: which "
-            "dimension has the classes is not known. Give it the methods decode(pred) and activation(pred)"
-            " (errors.html#decode)"
-        )
-    return function(pred)
+    found = str(name_for(loss_func, name, functions))
+    function = functions.get(found)
+    return partial(function, name=loss_name(loss_func)) if function and found != str(name) else function
 
 
 def rules(loss_func: Any) -> tuple[str | None, str | None]:
@@ -841,14 +852,21 @@ def pred_of(output: Any, is_own: bool) -> Any:
     Args:
         output: the model's output.
         is_own: the model computes its own loss. The predictions are then the first other entry of a tuple or list with
-            the loss, or with `None` in its place; an output that is only the loss has none.
+            the loss, or with `None` in its place, or all other entries of a mapping; an output that is only the loss
+            has none, unless it is a mapping.
 
     Raises:
         ValueError: there are several scalars, any of which may be the loss.
     """
     if is_own and _has_places(output):
         return _by_place(output)[0]
-    return output if isinstance(output, Tensor) else get_field(output, "logits", output)
+    if isinstance(output, Tensor):
+        return output
+    if is_own and isinstance(output, Mapping) and "logits" not in output:
+        others = {name: entry for name, entry in output.items() if name != "loss"}
+        if others and len(others) < len(output):
+            return type(output)(**others) if is_dataclass(output) else others
+    return get_field(output, "logits", output)
 
 
 def _has_places(output: Any) -> bool:

@@ -473,6 +473,8 @@ def test_what_a_model_returns_by_place_is_its_predictions_and_the_one_scalar():
         assert pred_of(output, True) is output  # as nothing of it has the place of a loss
     assert own_loss(Named(loss, scores)) is loss
     assert pred_of({"logits": scores, "loss": loss}, True) is scores
+    assert pred_of({"starts": scores, "loss": loss, "ends": hidden}, True) == {"starts": scores, "ends": hidden}
+    assert pred_of({"loss": loss}, True) == {"loss": loss}
     for find in (own_loss, partial(pred_of, is_own=True)):
         with raises(ValueError, "scalars in the places 0, 2", "not known which", "return {'loss': ..., 'logits': ...}"):
             find((loss, scores, loss))

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from learnerkit.files import CheckpointError
-from learnerkit.losses import ACTIVATIONS, DECODINGS, rules
+from learnerkit.losses import ACTIVATIONS, DECODINGS, name_for, rules
 from learnerkit.state import Learner
 from learnerkit.utils import unwrap
 
@@ -100,7 +100,8 @@ def _rules(loss_func: Any, classes: Any) -> tuple[str | None, str | None]:
         return loss_func.decoding, loss_func.probabilities
     if loss_func is None:  # the rules of `Learner.predict`
         return ("argmax", "softmax") if classes is not None else (None, None)
-    return rules(loss_func)  # No file has code.
+    decodes, activates = rules(loss_func)  # No file has code.
+    return name_for(loss_func, decodes, DECODINGS), name_for(loss_func, activates, ACTIVATIONS)
 
 
 def _plain(name: Any) -> Any:

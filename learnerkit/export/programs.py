@@ -12,8 +12,9 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from inspect import Parameter, Signature, signature
-from io import BytesIO
+from io import BytesIO, StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,7 +54,7 @@ class Predictor(nn.Module):
             learn.batch, learn.xb = (kwargs, (kwargs,)) if kwargs else (args, args)
             try:
                 learn._forward()
-                return learn.pred
+                return _plain(learn.pred)
             finally:
                 learn.batch = None
                 learn.xb = ()
@@ -63,6 +64,15 @@ class Predictor(nn.Module):
         named: Any = forward
         named.__signature__ = Signature([Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in names])
         self.forward = named
+
+
+def _plain(pred: Any) -> Any:
+    """Return predictions in dicts and tuples of Python, the only ones that a program can return."""
+    if isinstance(pred, Mapping):
+        return {name: _plain(part) for name, part in pred.items()}
+    if isinstance(pred, tuple | list):
+        return (list if isinstance(pred, list) else tuple)(map(_plain, pred))
+    return pred
 
 
 def traced(predictor: Predictor, args: tuple, kwargs: dict[str, Any], size: int, safe_name: str) -> "ExportedProgram":
@@ -85,18 +95,27 @@ def traced(predictor: Predictor, args: tuple, kwargs: dict[str, Any], size: int,
 
     inputs = signature(predictor.forward).bind(*args, **kwargs).arguments
     try:
-        with warnings.catch_warnings(action="ignore"):
+        # Of what it cannot take torch prints the whole graph.
+        with warnings.catch_warnings(action="ignore"), redirect_stdout(StringIO()), redirect_stderr(StringIO()):
             shapes = map_batch(shape, inputs, lambda x: None)
-            program = export(predictor, args, kwargs, dynamic_shapes=shapes, strict=False)
+            # Code that branches on lengths is traced for one branch: the program itself checks that they belong to it.
+            program = export(
+                predictor, args, kwargs, dynamic_shapes=shapes, prefer_deferred_runtime_asserts_over_guards=True
+            )
     except Exception as e:
         why = in_one_line(e).rstrip(".")
-        if "your code specialized it to be a constant" in str(e):
+        if "inferred a static shape" in str(e):
             why = "its code makes a constant of the number of samples, as len(x) and int() do; x.shape[0] does not"
+        elif "data-dependent expression" in str(e):
+            why = "its code asks for values of tensors, as `if x.sum() > 0:` does"
         raise CheckpointError(
             f"torch.export cannot take {type(predictor.model).__name__}: {why}. Its weights "
             f"alone can always be exported: learn.export({safe_name!r})"
         ) from e
     torch_internals.forget_guards(program)
+    for node in program.graph.nodes:
+        if node.target is torch.ops.aten._assert_scalar.default:
+            node.args = (node.args[0], _OTHER_SIZES)
     return program
 
 
@@ -126,6 +145,9 @@ def _are_close(found: Tensor, expected: Tensor) -> bool:
     finite = b[b.isfinite()].abs()
     scale = max(1.0, float(finite.max())) if finite.numel() else 1.0
     return torch.allclose(a, b, rtol=0, atol=rounding * scale, equal_nan=True)
+
+
+_OTHER_SIZES = "the code of the model takes another branch for inputs of these sizes than for those of the export"
 
 
 # Writing and reading

@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from importlib.util import find_spec
 from inspect import Parameter, signature
 from pathlib import Path
@@ -23,7 +23,7 @@ from learnerkit.inspection.undoing import give_shapes, trial
 from learnerkit.marks import collective
 from learnerkit.state import Learner
 from learnerkit.stores.paths import AnyPath
-from learnerkit.text import did_you_mean
+from learnerkit.text import did_you_mean, in_one_line
 from learnerkit.utils import unwrap, warn
 from learnerkit.values import map_batch, tensors_in
 
@@ -206,8 +206,12 @@ def _write_onnx(
             )
         exported.model.metadata_props[KEY] = facts.as_json()
     except Exception as e:
+        reason: BaseException = e
+        while reason.__cause__ is not None:
+            reason = reason.__cause__
         raise CheckpointError(
-            f"torch's exporter to ONNX cannot take {facts.model}: {str(e).strip().splitlines()[0]}"
+            f"torch's exporter to ONNX cannot take {facts.model}: {in_one_line(reason)}. Its weights alone can always be "
+            f"exported: learn.export({path.stem + files.SAFETENSORS!r})"
         ) from e
     with replacing(path) as temporary:
         exported.save(str(temporary), external_data=False)  # one file, also of more than a gigabyte
@@ -220,9 +224,14 @@ class _Runtime:
     """An ONNX file, run by onnxruntime on the CPU."""
 
     def __init__(self, file: Path) -> None:
+        self.file = file
+
+    @cached_property
+    def session(self) -> Any:
+        """The session, which is made when it is first needed: onnxruntime has not all operations for all types."""
         import onnxruntime
 
-        self.session = onnxruntime.InferenceSession(file.read_bytes(), providers=["CPUExecutionProvider"])
+        return onnxruntime.InferenceSession(self.file.read_bytes(), providers=["CPUExecutionProvider"])
 
     def __call__(self, *args: Any, **kwargs: Any) -> list[Tensor]:
         names = [each.name for each in self.session.get_inputs()]

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections import namedtuple
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from helpers import (
 )
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from learnerkit import Callback, CheckpointError, DataLoaders, MixedPrecision, distributed, load_learner
 
@@ -255,21 +256,83 @@ class Odd(nn.Module):
 
 @pytest.mark.parametrize(
     ("what", "message"),
-    [("values", "torch.export cannot take Odd: "), ("size", "torch.export cannot take Odd: "),
+    [("values", "torch.export cannot take Odd: its code asks for values of tensors"),
+     ("size", "torch.export cannot take Odd: "),
      ("length", r"torch.export cannot take Odd: its code makes a constant of .* as len\(x\).*; x.shape\[0\] does not"),
      pytest.param("calls", r"the exported program does not predict as the model does \(other values\)")],
 )  # fmt: skip
-def test_what_torch_cannot_export_is_said_first_and_an_old_file_stays(what, message):
+def test_what_torch_cannot_export_is_said_first_and_an_old_file_stays(what, message, capsys):
     learn = make_learner(model=Odd(what))
     Path("models").mkdir()
     Path("models/odd.pt2").write_text("old")
     before = state_of(learn)
     with pytest.raises(CheckpointError, match=rf"^{message}.*learn\.export\('odd\.safetensors'\)"):
         learn.export("odd.pt2")
+    assert capsys.readouterr() == ("", "")  # torch would print the whole graph
     assert_same_state(learn, before)
     assert Path("models/odd.pt2").read_text() == "old"
     assert len(list(Path("models").iterdir())) == 1
     learn.export("odd.safetensors")
+
+
+class Pairs(nn.Module):
+    """Takes steps in pairs: of an odd number it leaves out the last."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return Scores(self.head((x[:, :-1] if x.shape[1] % 2 else x).mean(1)), x.sum(1))
+
+
+Scores = namedtuple("Scores", ["classes", "sums"])
+
+
+def test_a_program_refuses_sizes_for_which_the_model_takes_another_branch():
+    data = TensorDataset(torch.randn(4, 6, 4), torch.arange(4) % 2)
+    dls = DataLoaders.from_datasets(data, data, bs=4, device="cpu")
+    learn = make_learner(dls, Pairs(), lambda pred, y: F.cross_entropy(pred.classes, y))
+    other = load_learner(learn.export("pairs.pt2"), device="cpu")
+    for n in (2, 6, 8):
+        x = torch.randn(n, 4)
+        torch.testing.assert_close(other.predict(x).pred, tuple(learn.predict(x).pred))
+    with pytest.raises(RuntimeError, match="the code of the model takes another branch for inputs of these sizes"):
+        other.predict(torch.randn(7, 4))
+
+
+def test_a_loaded_model_does_not_decode_where_the_classes_may_be_in_any_dimension():
+    class Tokens(nn.CrossEntropyLoss):
+        def forward(self, pred, y):
+            return super().forward(pred if pred.ndim == 2 else pred.transpose(1, 2), y)
+
+    for shape in ((), (5,)):
+        data = TensorDataset(torch.randn(4, *shape, 4), torch.zeros(4, *shape, dtype=torch.long))
+        dls = DataLoaders.from_datasets(data, data, bs=4, device="cpu")
+        learn = make_learner(dls, nn.Linear(4, 3), Tokens())
+        other = load_learner(learn.export("tokens.pt2"), device="cpu")
+        if shape:
+            for each in (learn, other):
+                with pytest.raises(ValueError, match="which dimension has the classes is not known"):
+                    each.predict(data[0][0])
+        else:
+            assert other.predict(data[0][0]).decoded == learn.predict(data[0][0]).decoded
+
+
+@pytest.mark.slow
+def test_what_onnx_cannot_take_is_said_with_its_reason():
+    pytest.importorskip("onnxruntime")
+    data = TensorDataset(torch.randn(4, 4).bfloat16(), torch.arange(4) % 2)
+    dls = DataLoaders.from_datasets(data, data, bs=4, device="cpu")
+    with pytest.raises(CheckpointError, match=r"onnxruntime fails on a batch of 4 where the model does not \(NotImpl"):
+        make_learner(dls, nn.Linear(4, 2).bfloat16(), nn.CrossEntropyLoss()).export("halves.onnx")
+
+    class Values(nn.Linear):
+        def forward(self, x):
+            return torch.linalg.svdvals(x.unsqueeze(1)) + super().forward(x)
+
+    with pytest.raises(CheckpointError, match=r"cannot take Values: DispatchError: .*svd.*export\('v\.safetensors'\)"):
+        make_learner(model=Values(4, 1)).export("v.onnx")
 
 
 def test_a_program_needs_a_batch_to_be_traced_from():
