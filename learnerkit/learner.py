@@ -1184,10 +1184,10 @@ class Learner(RunState):
     def _say_step(self) -> None:
         """Print once the number of samples in a step of several batches."""
         if self.n_ranks > 1 or any(isinstance(cb, GradientAccumulation) for cb in self.cbs):
-            text = scaling_rate().combined_step(self)
-            if text and text != self._said_step:
-                self._said_step = text
-                self.say(text)
+            step = scaling_rate().step_of(self)
+            if step.combined and str(step) != self._said_step:
+                self._said_step = str(step)
+                self.say(self._said_step)
 
     @property
     def lr(self) -> Any:

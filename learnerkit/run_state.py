@@ -88,7 +88,7 @@ def state_dict(learn: "Learner", first: Mapping[str, Mapping[str, Any]] | None =
         "counters": {name: getattr(learn, name) for name in COUNTERS},
         "place": None if position is None else position.stage,
         "position": None if position is None else position.state_dict(),
-        "loaders": [_loader_state(learn, dl) for dl in learn.dls.loaders] if position is None else None,
+        "loaders": [_loader_state(dl) for dl in learn.dls.loaders] if position is None else None,
         "rank": mine,
     }
 
@@ -283,7 +283,7 @@ def values_beside(learn: "Learner") -> list[Tensor]:
     return [t.detach() for t in (*optim.parameters_beside(unwrap(learn.model), learn.loss_func, learn.opts), *buffers)]
 
 
-def _loader_state(learn: "Learner", dl: Any) -> State | None:
+def _loader_state(dl: Any) -> State | None:
     if dl is None:
         return None
     source = _source_of(dl)
@@ -395,7 +395,7 @@ def put_place(learn: "Learner", state: Mapping[str, Any]) -> None:
         setattr(learn, name, value)
     for dl, loader_state in zip(learn.dls.loaders, state["loaders"] or (), strict=False):
         if loader_state is not None:
-            _put_loader(learn, dl, loader_state)
+            _put_loader(dl, loader_state)
 
 
 def check_parts(state: Mapping[str, Any]) -> None:
@@ -554,7 +554,7 @@ def _kind(t: Tensor) -> tuple[Any, ...]:
     return t.shape, t.dtype, t.layout
 
 
-def _put_loader(learn: "Learner", dl: Any, state: Mapping[str, Any]) -> None:
+def _put_loader(dl: Any, state: Mapping[str, Any]) -> None:
     put_states(order_sources(dl), state["samplers"])
     if state["source"] is not None:
         _source_of(dl).load_state_dict(copy.deepcopy(state["source"]))

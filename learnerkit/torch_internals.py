@@ -397,9 +397,12 @@ def read_archive(file: BinaryIO) -> tuple[dict[str, Any], dict[str, str]]:
     return archive.exported_programs, archive.extra_files
 
 
-def forget_guards(program: Any) -> None:
-    """Remove the input checks of a program that are text to be evaluated; those by shape stay."""
+def forget_guards(program: Any, error: str) -> None:
+    """Remove the input checks of a program that are text to be evaluated; those by its operations say `error`."""
     program._guards_code.clear()
+    for node in program.graph.nodes:
+        if node.target is torch.ops.aten._assert_scalar.default:
+            node.args = (node.args[0], error)
 
 
 # Process groups

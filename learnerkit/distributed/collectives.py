@@ -10,7 +10,7 @@ from contextvars import ContextVar
 from datetime import timedelta
 from itertools import accumulate, groupby
 from numbers import Number
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,7 @@ from learnerkit.marks import collective
 from learnerkit.torch_internals import CollectiveRefusal
 from learnerkit.values import digests
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -415,11 +416,11 @@ def rank0_first(f: Callable[..., T] | None = None, *args: Any, per_node: bool = 
     return f(*args)
 
 
-def on_rank0(f: Callable[..., T]) -> Callable[..., T | None]:
+def on_rank0(f: Callable[P, T]) -> Callable[P, T | None]:
     """Return `f` as a function that runs on rank 0 and returns `None`, at once, on every other rank."""
 
     @functools.wraps(f)
-    def run(*args: Any, **kwargs: Any) -> T | None:
+    def run(*args: P.args, **kwargs: P.kwargs) -> T | None:
         return f(*args, **kwargs) if is_main() else None
 
     return run

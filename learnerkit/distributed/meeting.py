@@ -9,8 +9,8 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -137,17 +137,14 @@ def await_all(keys: dist.Store, what: str, timeout: float, none_moves: Callable[
     me = f"rank {here} called {what}" if what else f"rank {here}"
     ended = f"{me}, but rank 0 has ended"
     end, pause = time.monotonic() + timeout, 0.002
-    root = _root(keys)
     asked, stood = time.monotonic(), 0
-    port = getattr(root, "port", 0)
+    port = store_port(keys)
     if here and port and has_closed(port):
         raise not_together(ended)
     # Rank 0, which may host the store, tells the waiting ranks before it ends: torch prints a lot if a store goes away.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    ends, waiting = f"learnerkit/ended/{attempt}", f"learnerkit/waiting/{attempt}"  # set in processes/rank_main.py
-    try:
+    ends = f"learnerkit/ended/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"  # set in processes/rank_main.py
+    with _waiting(keys, not_together(ended)) as root:
         keys.set(names[here], json.dumps(what))
-        root.add(waiting, 1)
         while not keys.check(names):
             if here and root.check([ends]):
                 raise not_together(ended)
@@ -166,14 +163,23 @@ def await_all(keys: dist.Store, what: str, timeout: float, none_moves: Callable[
             pause = min(1.1 * pause, 0.05)
             if here and port and has_closed(port):
                 raise not_together(ended)
-        calls = [json.loads(keys.get(name)) for name in names]
+        return [json.loads(keys.get(name)) for name in names]
+
+
+@contextmanager
+def _waiting(keys: dist.Store, ended: PeerError) -> Iterator[Any]:
+    """Count this rank as one that waits, for which rank 0 stays; give the store, and raise `ended` if it goes away."""
+    root, port = _root(keys), store_port(keys)
+    waiting = f"learnerkit/waiting/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    try:
+        root.add(waiting, 1)
+        yield root
     except dist.DistNetworkError:
-        raise not_together(ended) from None
+        raise ended from None
     finally:
         with suppress(RuntimeError):
             if not (port and has_closed(port)):
                 root.add(waiting, -1)
-    return calls
 
 
 def not_together(text: str, more: str = "") -> PeerError:
@@ -209,22 +215,14 @@ def hear(key: str, timeout: float) -> str:
     """
     keys, end = store(), time.monotonic() + timeout
     pause = 0.001
-    root = _root(keys)
-    port, waiting = getattr(root, "port", 0), f"learnerkit/waiting/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    try:
-        root.add(waiting, 1)  # rank 0, which may host the store, so stays until the text is heard
+    ended = PeerError(f"rank {rank()} waited for another rank's message on {key}, but rank 0 has ended")
+    with _waiting(keys, ended):
         while not keys.check([f"learnerkit/told/{key}"]):
             if time.monotonic() > end:
                 raise PeerError(f"rank {rank()} waited {timeout:.0f} s for another rank's message on {key}")
             time.sleep(pause)
             pause = min(1.2 * pause, 0.05)
         return keys.get(f"learnerkit/told/{key}").decode()
-    except dist.DistNetworkError:
-        raise PeerError(f"rank {rank()} waited for another rank's message on {key}, but rank 0 has ended") from None
-    finally:
-        with suppress(RuntimeError):
-            if not (port and has_closed(port)):
-                root.add(waiting, -1)
 
 
 def store_port(keys: dist.Store) -> int | None:

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 from torch import Tensor
 
@@ -74,12 +74,10 @@ class Facts:
             raise TypeError(f"dls.preprocessing is stored as JSON, with which it does not go: {e}") from None
 
 
-_TYPES: dict[str, tuple[type, ...]] = {
-    "model": (str,), "decoding": (str, type(None)), "probabilities": (str, type(None)), "own_loss": (bool,),
-    "inputs": (list, type(None)), "classes": (list, type(None)), "n_inp": (int, type(None)),
-    "target_keys": (list, type(None)), "ignore_keys": (list, type(None)), "preprocessing": (dict, type(None)),
-    "version": (int,),
-}  # fmt: skip
+_TYPES = {
+    name: tuple(get_origin(kind) or kind for kind in get_args(hint) or [hint])
+    for name, hint in get_type_hints(Facts).items()
+}
 
 
 def facts_of(learn: "Learner", inputs: Iterable[str] | None = None) -> Facts:

@@ -112,10 +112,7 @@ def traced(predictor: Predictor, args: tuple, kwargs: dict[str, Any], size: int,
             f"torch.export cannot take {type(predictor.model).__name__}: {why}. Its weights "
             f"alone can always be exported: learn.export({safe_name!r})"
         ) from e
-    torch_internals.forget_guards(program)
-    for node in program.graph.nodes:
-        if node.target is torch.ops.aten._assert_scalar.default:
-            node.args = (node.args[0], _OTHER_SIZES)
+    torch_internals.forget_guards(program, _OTHER_SIZES)
     return program
 
 

@@ -137,7 +137,7 @@ def _write_traced(learn: "Learner", path: AnyPath) -> None:
         if path.suffix == PROGRAM:
             programs.write(program, facts, path, lambda read: check("the exported program", read))
         else:
-            axes = _axes(learn.dls.inputs, dict(zip(names, kwargs.values() or args, strict=True)), size)
+            axes = _axes(learn.dls.inputs, dict(zip(names, kwargs.values() or args, strict=True)))
             outputs = ["pred"] if isinstance(expected[0], Tensor) else None
             if isinstance(expected[0], Mapping) and all(isinstance(t, Tensor) for t in expected[0].values()):
                 outputs = list(expected[0])
@@ -153,7 +153,7 @@ def input_names(learn: "Learner", n: int) -> list[str]:
     return names if len(names) == n else [f"x{i}" for i in range(n)]
 
 
-def _axes(known: Mapping[str, Sequence[str]], inputs: Mapping[str, Any], size: int) -> dict[str, Any]:
+def _axes(known: Mapping[str, Sequence[str]], inputs: Mapping[str, Any]) -> dict[str, Any]:
     "Name the axes of the inputs whose length is free, by their numbers."
 
     def axes(name: str, t: Tensor) -> dict[int, str]:
@@ -210,8 +210,8 @@ def _write_onnx(
         while reason.__cause__ is not None:
             reason = reason.__cause__
         raise CheckpointError(
-            f"torch's exporter to ONNX cannot take {facts.model}: {in_one_line(reason)}. Its weights alone can always be "
-            f"exported: learn.export({path.stem + files.SAFETENSORS!r})"
+            f"torch's exporter to ONNX cannot take {facts.model}: {in_one_line(reason)}. Its weights "
+            f"alone can always be exported: learn.export({path.stem + files.SAFETENSORS!r})"
         ) from e
     with replacing(path) as temporary:
         exported.save(str(temporary), external_data=False)  # one file, also of more than a gigabyte

@@ -100,12 +100,6 @@ def _epoch_samples(dl: Any, size: int) -> int | None:
     return min(known, default=None)
 
 
-def combined_step(learn: "Learner") -> str:
-    """Describe what a step sees, if it is more than a batch; else ''."""
-    step = step_of(learn)
-    return str(step) if step.combined else ""
-
-
 def say_held(learn: "Learner") -> None:
     """Say for which steps the rates of `lr_find` hold."""
     step = step_of(learn)
