@@ -106,6 +106,16 @@ def plain_name(name: str, directory: str = "the model directory") -> str:
     return name
 
 
+def local_path(name: str, path: str | Path) -> Path:
+    """Return a path as a `Path`; refuse the URL of an object store as the argument `name`."""
+    found = any_path(path)
+    if isinstance(found, StorePath):
+        raise ValueError(
+            f"got {name}={path!r}; it is a local folder: give URLs to learn.save, learn.export and CheckpointCallback"
+        )
+    return found
+
+
 def name_or_path(name: str | Path, directory: str = "the model directory") -> str | Path:
     """Return a plain name inside `directory`, a description for the error, unchanged, and a path as a `Path`.
 

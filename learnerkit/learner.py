@@ -304,7 +304,7 @@ class Learner(RunState):
         self.opt_func, self.splitter = opt_func, splitter
         self.lr = optim.bound_rate(opt_func) if lr is None else lr
         self.metrics = metrics if isinstance(metrics, Mapping) else listify(metrics)
-        self.path, self.model_dir = Path(path), Path(model_dir)
+        self.path, self.model_dir = files.local_path("path", path), files.local_path("model_dir", model_dir)
         self.wd, self.wd_bn_bias = wd, wd_bn_bias
         self.train_bn = train_bn
         self.moms = arguments.momenta(moms)

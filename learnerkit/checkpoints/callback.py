@@ -497,7 +497,7 @@ class CheckpointCallback(StepCounter):
             The directory.
 
         Raises:
-            CheckpointError: there is no whole checkpoint.
+            CheckpointError: there is no whole checkpoint, or the learner has no optimizer yet.
         """
         from torch.distributed import checkpoint as dcp
 
@@ -513,6 +513,8 @@ class CheckpointCallback(StepCounter):
         newest.in_place = True  # values are read only when they are written
         state, opt = {"model": dict(newest.weights())}, newest.state()["opt"]
         if opt is not None:
+            if getattr(self.learn, "opt", None) is None:
+                raise CheckpointError("to_dcp needs the learner's optimizer, which a fit makes: call it after one")
             state["optimizer"] = _by_name(self.learn.opt, opt, unwrap(self.learn.model))
         dcp.save(state, checkpoint_id=str(to), no_dist=True)
         return to

@@ -66,7 +66,7 @@ class Place:
     def variables(self) -> dict[str, str]:
         """Return the variables that a launcher sets for a rank, for one that the scheduler has started itself."""
         told = {"RANK": self.node, "WORLD_SIZE": self.nodes, "MASTER_ADDR": self.address, "MASTER_PORT": self.port,
-                "TORCHELASTIC_RESTART_COUNT": self.attempt, "LOCAL_RANK": self.local_rank or 0,
+                "TORCHELASTIC_RESTART_COUNT": self.attempt, "LOCAL_RANK": self.local_rank,
                 "LOCAL_WORLD_SIZE": self.local_world_size}  # fmt: skip
         return {name: str(value) for name, value in told.items() if value is not None} | self.shared()
 

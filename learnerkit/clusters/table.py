@@ -26,9 +26,13 @@ MPI = {
     # https://docs.open-mpi.org/en/v5.0.x/tuning-apps/environment-var.html
     "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
                  "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    # https://www.ibm.com/docs/en/spectrum-lsf/10.1.0?topic=jsrun
+    "jsrun": ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE"),
     # MPICH and Intel MPI (Hydra), and what srun --mpi=pmi2 sets
     "MPI": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 }  # fmt: skip
+LOCAL_RANKS = ("PALS_LOCAL_RANKID", "MV2_COMM_WORLD_LOCAL_RANK", "FLUX_TASK_LOCAL_ID")
+"""The variables with the rank on its machine of programs that otherwise set those of MPICH: Cray's, MVAPICH, Flux."""
 
 
 def launched(environ: Environ) -> Place | None:
@@ -61,9 +65,10 @@ def mpi(environ: Environ) -> Place | None:
         return None
     if cluster is None:
         raise ValueError("PMIX_RANK is set, and no variable says of how many ranks")
-    rank, size, local_rank, local_size = MPI[cluster]
+    rank, size, own, local_size = MPI[cluster]
     if in_step and rank == "PMI_RANK" and environ[rank] == environ["SLURM_PROCID"]:
         return None  # srun has set them, and SLURM's own variables say more
+    local_rank = next((name for name in (own, *LOCAL_RANKS) if name in environ), None)
     count, here = integer(environ, size, least=1), integer(environ, local_size, 0)
     if count == 1:
         return None
@@ -83,7 +88,7 @@ def mpi(environ: Environ) -> Place | None:
     return Place(
         cluster, ", ".join(MPI[cluster][:2]), integer(environ, rank), count, address, own_port(environ, job),
         nproc=None if here == 1 else 1, is_rank=here != 1,
-        local_rank=integer(environ, local_rank) if local_rank in environ else None, local_world_size=here or None,
+        local_rank=integer(environ, local_rank) if local_rank else None, local_world_size=here or None,
     )  # fmt: skip
 
 

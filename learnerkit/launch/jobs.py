@@ -21,6 +21,8 @@ from learnerkit.text import escaped_line
 TEMPLATES = Path(__file__).with_name("templates")
 LEAST_SECONDS = 300  # the least time limit: a job that is signalled as soon as it begins would be requeued for ever
 
+_MOST_GRACE = 100  # of the seconds between SLURM's signal and its end of a job
+
 # What each kind of file is called behind the script's name, and what to do with it.
 KINDS = {
     "slurm": ("sbatch", "submit it with: sbatch {0}"),
@@ -77,6 +79,8 @@ def job_text(
         name: value for name, value in options.items() if value is not None
     }
     _check(kind, values)
+    if kind == "slurm" and grace > _MOST_GRACE:
+        raise ValueError(f"--grace {grace:g}: SLURM ends a job 120 s after its signal; give {_MOST_GRACE} or less")
     gpus, seconds = values.get("gpus_per_node"), _seconds(kind, values.get("time"))
     env = dict(map(_variable, values.get("env", ())))
     setup = _setup(values.get("setup", ()))
@@ -163,8 +167,11 @@ def _check(kind: str, values: Mapping[str, Any]) -> None:
         for text in value if isinstance(value, list) else [str(value)]:
             if not (text.strip() and text.isprintable()):
                 raise ValueError(f"{_option(name)} {text!r}: give a text without line breaks and control characters")
-    if kind == "skypilot" and (gpus := str(values.get("gpus_per_node", ""))).isdecimal():
+    gpus = str(values.get("gpus_per_node", ""))
+    if kind == "skypilot" and gpus.isdecimal():
         raise ValueError(f"--gpus-per-node {gpus}: SkyPilot needs the kind of GPU, too, such as H100:{gpus}")
+    if kind == "kubeflow" and gpus and not gpus.isdecimal():
+        raise ValueError(f"--gpus-per-node {gpus}: Kubeflow takes a number; the kind is a label of nodes")
 
 
 def _seconds(kind: str, text: str | None) -> int | None:
@@ -214,7 +221,7 @@ def _sbatch_option(text: str) -> str:
 def _setup(commands: Sequence[str]) -> list[str]:
     """Return lines that run the commands, and end the job if one fails."""
     lines, missing = [], dict(FUNCTIONS)
-    for command in commands:
+    for command in map(str.strip, commands):
         lines += [missing.pop(start) for start in [*missing] if re.match(start, command)]
         lines += [command, "(exit $?) || exit  # If that has failed, the job ends."]
     if not lines or not shutil.which("bash"):

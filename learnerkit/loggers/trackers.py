@@ -403,7 +403,10 @@ class MLflowCallback(Tracker):
             error, status = sys.exception(), "FINISHED"
             if error is not None:
                 status = "FAILED" if isinstance(error, Exception) else "KILLED"
-            mlflow.end_run(status)
+            try:
+                mlflow.end_run(status)
+            except mlflow.MlflowException as e:
+                distributed.warn_once(f"{self!r}: the run has no status, {status} could not be sent: {in_one_line(e)}")
 
 
 class TrackioCallback(_Service):

@@ -183,11 +183,16 @@ def any_path(path: str | Path) -> AnyPath:
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"got the path {path!r}; it is a str or a pathlib.Path")
     first, _, rest = str(path).partition("/")
-    if not re.fullmatch(f"{_SCHEME}:", first) or (isinstance(path, str) and not rest.startswith("/")):
+    if not re.fullmatch(f"({_SCHEME}::?)+", first):
         return Path(path)
     url = f"{first}//{rest.strip('/')}"
     if isinstance(path, Path):
         raise ValueError(f"got {path!r}, in which pathlib has made one slash of two: give a URL as a str, {url!r}")
+    if "::" in first or not rest.startswith("//" if first == "file:" else "/"):
+        raise ValueError(
+            f"got {path!r}: a URL has two slashes, as s3://bucket/run, or three, as file:///folder, and names no other "
+            "URL in it; a folder of this name is './...'"
+        )
     if first == "file:":
         return Path(f"/{rest.strip('/')}")
     if ".." in rest.split("/") or not url.isprintable() or re.match(r"[^/@]*:[^/@]*@", rest.lstrip("/")):

@@ -166,7 +166,10 @@ def distribution(entries: Any, where: str) -> Any:
             if not fits:  # NaN neither
                 section.refuse(keys, choice, "a text has no control characters, a number is at most 1e100")
         section.end()
-        return kinds.CategoricalDistribution([*dict.fromkeys(choices)])
+        different = [*dict.fromkeys(choices)]
+        if len(different) < len({*map(repr, choices)}):
+            section.refuse(keys, choices, "some of them are equal, such as 0 and false, or 1 and 1.0")
+        return kinds.CategoricalDistribution(different)
     whole = kind in ("integer", "int")
     log, scale = section.flag("log"), section.one_of(SCALES, "scalingType", "scaling_type")
     if log and scale is not None:
@@ -262,9 +265,8 @@ class Config:
 
     def pruner(self) -> Any:
         """Make the pruner."""
-        return made(
-            "pruner", optuna().pruners, "median" if self.data.get("pruner") is None else self.data["pruner"], {}
-        )
+        entry = self.data.get("pruner", "median")
+        return made("pruner", optuna().pruners, "nop" if entry is None else entry, {})
 
 
 NEEDS = {"CmaEsSampler": "cmaes", "GPSampler": "scipy", "QMCSampler": "scipy", "WilcoxonPruner": "scipy"}

@@ -80,14 +80,14 @@ class Screen:
         """Return the counts and the best, in a line."""
         states = ("complete", "pruned", "failed", "running")
         counts = {state: sum(row.state == state for row in rows) for state in states}
-        total = self.config.total or "any number"
+        of = f" of {self.config.total}" if self.config.total else ""
         parts = [f"{n} {state}" for state, n in counts.items() if n]
         best = best_of(rows, self.config.maximize)
         if best is not None:
             parts.append(f"best {self.config.metric} {number(best.value)} (trial {best.number})")
         done = counts["complete"] + counts["pruned"] + counts["failed"]
         took = format_time(time.monotonic() - self._began)
-        return f"{done} of {total} trials: {', '.join(parts) or 'none yet'}, {took}"
+        return f"{done}{of} trials: {', '.join(parts) or 'none yet'}, {took}"
 
     def _names(self) -> str:
         return self._join(["", "trial", *self.config.parameters, "epoch", self.config.metric], "GPU", "time", "state")

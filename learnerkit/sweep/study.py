@@ -25,6 +25,7 @@ from learnerkit.sweep.config import Config, ConfigError, Section, make_config, o
 from learnerkit.text import in_one_line
 
 NAME = "sweep"  # the name of the study in the journal
+_MOST_FAILED = 10  # so many failed trials, and no other, end a search without a number of trials
 
 
 class JournalError(ValueError):
@@ -201,9 +202,15 @@ class Study:
                 firsts = [trial for trial in trials if "again" not in trial.user_attrs]
                 if 0 < self.config.total <= len(firsts):
                     return None
+                failed = all(trial.state == self._states.FAIL for trial in trials)
+                if not self.config.total and failed and len(trials) >= _MOST_FAILED:
+                    raise ConfigError(
+                        f"the first {len(trials)} trials have failed, and without maxCombo nothing ends it: mend "
+                        "the script, or give maxCombo, and take another --dir"
+                    )
                 self._plan_next(firsts)
-            if self.config.seed is not None:
-                self.study.sampler = self.config.sampler(len(trials))
+                if self.config.seed is not None:  # values do not depend on how many trials were run again
+                    self.study.sampler = self.config.sampler(len(firsts))
             try:
                 trial = self.study.ask(self.config.parameters)
             except Exception as error:  # It may be of any class: Optuna checks some options late.

@@ -219,7 +219,7 @@ class Workers:
 
 
 # The quantifiers never give back what they have matched, or a long line would take minutes.
-NUMBER = r"[-+]?(?:(?:\d++(?:\.\d*+)?|\.\d++)(?:[eE][-+]?\d++)?|nan|inf|NaN|Infinity)"
+NUMBER = r"[-+]?(?:(?:\d++(?:\.\d*+)?|\.\d++)(?:[eE][-+]?\d++)?|nan|inf|NaN|Infinity|null)"
 
 
 def last_value(lines: Iterable[str], metric: str) -> float | None:
@@ -234,7 +234,7 @@ def last_value(lines: Iterable[str], metric: str) -> float | None:
     for line in lines:
         cells = line.split()
         if found := named.findall(line):
-            value = float(found[-1])
+            value = float(found[-1].replace("null", "nan"))  # JSON has no NaN
         elif metric in cells:
             column, n_columns = cells.index(metric), len(cells)
         elif cells and len(cells) == n_columns and re.fullmatch(NUMBER, cells[column]):

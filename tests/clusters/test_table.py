@@ -223,6 +223,19 @@ def test_mpirun_under_pbs_meets_at_the_first_host(pbs):
     assert (find(environ).address, find(environ).is_rank) == ("n1.cluster", True)
 
 
+@pytest.mark.parametrize("name", ["PALS_LOCAL_RANKID", "MV2_COMM_WORLD_LOCAL_RANK", "FLUX_TASK_LOCAL_ID", None])
+def test_ranks_of_other_launchers_know_their_gpu_or_leave_it_open(name):
+    environ = {"PMI_RANK": "3", "PMI_SIZE": "4", "MASTER_ADDR": "n1"} | ({name: "1"} if name else {})
+    assert find(environ).local_rank == (1 if name else None)
+    assert find(environ).variables().get("LOCAL_RANK") == ("1" if name else None)  # then it follows from the GPUs
+
+
+def test_jsrun_says_of_how_many_ranks():
+    environ = {f"JSM_NAMESPACE_{name}": n for name, n in (("RANK", "3"), ("SIZE", "4"), ("LOCAL_RANK", "1"))}
+    place = find(environ | {"PMIX_RANK": "3", "JSM_NAMESPACE_LOCAL_SIZE": "2", "MASTER_ADDR": "n1"})
+    assert (place.cluster, place.node, place.nodes, place.local_rank) == ("jsrun", 3, 4, 1)
+
+
 # Contradictions
 
 CONTRADICTIONS = [

@@ -197,6 +197,8 @@ def test_a_value_does_not_leave_its_place(kind):
         ("kubeflow", {"image": "a\nb"}, "--image 'a.nb': give a text without line breaks and control characters"),
         ("skypilot", {"env": ["A=\x1b"]}, "--env .*: give a text without line breaks and control characters"),
         ("skypilot", {"gpus_per_node": "4"}, "--gpus-per-node 4: SkyPilot needs the kind of GPU, too, such as H100:4"),
+        ("kubeflow", {"gpus_per_node": "a100:4"}, "--gpus-per-node a100:4: Kubeflow takes a number"),
+        ("slurm", {"grace": 600}, "--grace 600: SLURM ends a job 120 s after its signal; give 100 or less"),
         ("sagemaker", {"time": "soon"}, "--time 'soon': give minutes"),
         ("kubeflow", {"time": "UNLIMITED"}, "--time 'UNLIMITED': give minutes"),
     ],

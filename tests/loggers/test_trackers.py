@@ -9,6 +9,7 @@ import sys
 import time
 from contextlib import contextmanager, suppress
 from functools import partial
+from types import SimpleNamespace
 from urllib.request import urlopen
 
 import pytest
@@ -88,6 +89,24 @@ def test_a_missing_package_is_named_with_the_extra(kind, package, extra, monkeyp
     name = getattr(kind, "func", kind).__name__
     with raises(ImportError, f"{name} needs {package}: pip install 'learnerkit[{extra}]'"):
         kind()
+
+
+def test_a_fit_whose_status_mlflow_cannot_take_ends_well(monkeypatch):
+    class Gone(Exception):
+        pass
+
+    def end_run(status):
+        raise Gone(f"no server for {status}")
+
+    active = SimpleNamespace(info=SimpleNamespace(run_id="1"))
+    monkeypatch.setitem(
+        sys.modules, "mlflow", SimpleNamespace(active_run=lambda: active, end_run=end_run, MlflowException=Gone)
+    )
+    monkeypatch.setattr("learnerkit.loggers.logger.find_spec", lambda name: SimpleNamespace(origin=name))
+    logger = MLflowCallback()
+    vars(logger).update(_is_own=True, _id="1")
+    with pytest.warns(UserWarning, match="the run has no status, FINISHED could not be sent: Gone: no server"):
+        logger._leave()
 
 
 def test_nested_values_get_one_name():

@@ -5,6 +5,7 @@ from pathlib import Path
 import fsspec
 import pytest
 import torch
+from helpers import make_learner
 from PIL import Image
 
 from learnerkit import CheckpointCallback, CSVLogger, ImageData, TextData
@@ -55,6 +56,18 @@ def test_a_missing_package_is_named_by_its_extra(monkeypatch):
     monkeypatch.setattr(fsspec, "get_filesystem_class", missing)
     with pytest.raises(ImportError, match=r"s3://bucket/run needs a package .*: pip install 'learnerkit\[s3\]'"):
         CheckpointCallback("s3://bucket/run")
+
+
+@pytest.mark.parametrize("url", ["memory:/bucket/run", "simplecache::memory://run", "file://here/run", "file:/run"])
+def test_what_is_nearly_a_url_is_refused_and_makes_no_folder(url):
+    with pytest.raises(ValueError, match=r"a URL has two slashes, as s3://bucket/run, or three, as file:///folder"):
+        CheckpointCallback(url)
+
+
+@pytest.mark.parametrize("name", ["path", "model_dir"])
+def test_the_folder_of_a_learner_is_no_url(name):
+    with pytest.raises(ValueError, match=f"got {name}='memory://run'; it is a local folder: give URLs to learn.save"):
+        make_learner(**{name: "memory://run"})
 
 
 def test_an_unknown_kind_of_store_is_refused():

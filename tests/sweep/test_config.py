@@ -45,6 +45,7 @@ def test_comets_config_is_read_as_it_is():
     assert (config.metric, config.maximize, config.total, config.repeats, config.retries) == ("loss", False, 60, 2, 20)
     assert type(config.sampler(0)).__name__ == "TPESampler"
     assert type(config.pruner()).__name__ == "MedianPruner"
+    assert type(read(OPTUNA | {"pruner": None}).pruner()).__name__ == "NopPruner"
     kinds = {name: repr(each) for name, each in config.parameters.items()}
     assert kinds == {
         "hidden-layer-size": "IntDistribution(high=100, log=False, low=5, step=1)",
@@ -142,6 +143,7 @@ LR = {"type": "float", "min": 1e-3, "max": 1}
         ({"parameters": {"lr": LR | {"step": 5e-324}}}, "parameters.lr: Optuna refuses these numbers"),
         ({"sampler": 0}, "sampler: got 0; it is a name or"),
         ({"pruner": 0}, "pruner: got 0; it is a name or"),
+        ({"parameters": {"n": {"type": "categorical", "values": [0, False]}}}, r"\[0, false\]; some of them are equal"),
         ({"parameters": {"l\x1b[2J\nr": LR}}, r'got the name "l\\u001b\[2J\\nr"; a name has 1 to'),
         ({"metric": "loss\n"}, r'metric: got "loss\\n"; it is the name'),
         ('{"parameters": {"lr": 1, "lr": 2}}', 'search.json: "lr" is given twice in one object'),

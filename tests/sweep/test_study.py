@@ -104,6 +104,17 @@ def test_each_set_of_values_is_repeated(tmp_path):
 def test_random_values_depend_on_the_seed_and_the_number_alone(tmp_path):
     found = [[run.values["x"] for run in iter(study_of(tmp_path / name).take, None)] for name in ("a", "b")]
     assert found[0] == found[1]
+    again = study_of(tmp_path / "c")
+    runs = [again.take() for _ in range(2)]
+    again.finish(runs[1], "killed", None, "was killed")
+    values = {run.number: run.values["x"] for run in [*runs, *iter(again.take, None)]}
+    assert [values[number] for number in range(4)] == found[0]
+
+
+def test_a_search_without_an_end_whose_first_trials_all_fail_ends(tmp_path):
+    study = study_of(tmp_path, maxCombo=0)
+    with pytest.raises(ConfigError, match="the first 10 trials have failed, and without maxCombo nothing ends it"):
+        end(study, "failed")
 
 
 def test_half_a_line_of_a_writer_that_was_killed_is_removed(tmp_path):
