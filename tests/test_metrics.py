@@ -479,6 +479,15 @@ class Both(Extremes):
         return torch.stack([self.low, self.high])
 
 
+def test_an_error_of_compute_names_the_metric():
+    class Fails(Extremes):
+        def compute(self):
+            raise ZeroDivisionError("no samples")
+
+    with raises(ZeroDivisionError, "raised by the metric 'second'"):
+        make_learner(metrics={"first": mae, "second": Fails()}).fit(1)
+
+
 def test_a_metric_that_computes_a_vector_has_a_column_for_each_number_in_it():
     target = make_data(4, seed=1).tensors[1]
     learn = make_learner(metrics=[Both(), mae])

@@ -241,21 +241,17 @@ _CONFIGS = ("data/weights/model_weights_config.json", "data/constants/model_cons
 
 _NAME = re.compile(r"[\w.]*")
 _WORDS = re.compile(r"[\w ,.:+>\[\]-]*")  # arguments of operations: 'mean', 'bilinear', 'ij,jk->ik', a device
-_OPERATORS = (
-    "eq", "ne", "le", "ge", "lt", "gt", "neg", "pos", "mul", "add", "sub", "floordiv", "mod", "pow", "truediv", "and_",
-    "or_", "getitem",
-)  # fmt: skip
-_TARGET = re.compile(rf"torch\.ops\.aten\.\w+\.\w+|_operator\.({'|'.join(_OPERATORS)})|torch\.sym_\w+|math\.trunc")
+_OPERATORS = "eq|ne|le|ge|lt|gt|neg|pos|mul|add|sub|floordiv|mod|pow|truediv|and_|or_|getitem"
+_TARGET = re.compile(rf"torch\.ops\.aten\.\w+\.\w+|_operator\.({_OPERATORS})|torch\.sym_\w+|math\.trunc")
 _FILE_OPERATIONS = re.compile(r".*\.(from_file|save|load|open|file)\b.*")
 _SIZE_WORDS = (
-    "Symbol", "Integer", "Float", "Rational", "Add", "Mul", "Pow", "Max", "Min", "Mod", "PythonMod", "FloorDiv",
-    "CleanDiv", "CeilDiv", "ModularIndexing", "IntTrueDiv", "FloatTrueDiv", "TruncToInt", "FloorToInt", "RoundToInt",
-    "ToFloat", "Eq", "Ne", "Le", "Ge", "Lt", "Gt", "Equality", "Unequality", "LessThan", "GreaterThan",
-    "StrictLessThan", "StrictGreaterThan", "And", "Or", "Not", "int_oo", "oo", "true", "false", "True", "False",
-    "positive", "integer", "nonnegative", "precision",
-)  # fmt: skip
+    "Symbol|Integer|Float|Rational|Add|Mul|Pow|Max|Min|Mod|PythonMod|FloorDiv|CleanDiv|CeilDiv|ModularIndexing"
+    "|IntTrueDiv|FloatTrueDiv|TruncToInt|FloorToInt|RoundToInt|ToFloat|Eq|Ne|Le|Ge|Lt|Gt|Equality|Unequality|LessThan"
+    "|GreaterThan|StrictLessThan|StrictGreaterThan|And|Or|Not|int_oo|oo|true|false|True|False|positive|integer"
+    "|nonnegative|precision"
+)
 _NUMBER = r"[-+.\d]+(e[-+]?\d{1,3})?"
-_ARITHMETIC = re.compile(rf"([-+*/()., \d<>=!&|~]|\b({'|'.join(_SIZE_WORDS)}|[suz]f?\d+)\b|'([suz]f?\d+|{_NUMBER})')*")
+_ARITHMETIC = re.compile(rf"([-+*/()., \d<>=!&|~]|\b({_SIZE_WORDS}|[suz]f?\d+)\b|'([suz]f?\d+|{_NUMBER})')*")
 _LONGEST_SIZE, _LARGEST_POWER = 4000, 64
 _STRUCTURES = (None, "builtins.tuple", "builtins.list", "builtins.dict", "collections.OrderedDict")
 

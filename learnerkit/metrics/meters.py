@@ -22,7 +22,7 @@ from learnerkit.metrics.combining import combine_states, holders_of, known_torch
 from learnerkit.metrics.functions import SHARES
 from learnerkit.metrics.objects import Metric, metric_name, perplexity
 from learnerkit.state import State
-from learnerkit.utils import listify, unbound
+from learnerkit.utils import add_note_once, listify, unbound
 from learnerkit.values import describe, map_batch, tensors_in
 
 DEPENDS_ON_CUT = "depends on how the samples are cut into batches"
@@ -189,7 +189,12 @@ class Meter:
         with alone, warnings.catch_warnings():
             # torchmetrics warns if there was no batch, which is allowed here.
             warnings.filterwarnings("ignore", message="The ``compute`` method of metric", category=UserWarning)
-            return self.numbers(self.metric.compute())
+            try:
+                made = self.metric.compute()
+            except Exception as e:
+                add_note_once(e, f"raised by the metric {self.name!r}")
+                raise
+            return self.numbers(made)
 
     def state_dict(self) -> State:
         """Return this rank's state of the metric, for a checkpoint in mid-epoch."""
