@@ -51,7 +51,7 @@ def is_one_of(loss_func: Any, losses: tuple) -> bool:
 def loss_name(loss_func: Any) -> str:
     """Return the name of a function or class inside partials, or of an object's class."""
     inner = unwrap_partial(loss_func)
-    return getattr(inner, "__name__", type(inner).__name__)
+    return "the model's own loss" if inner is None else getattr(inner, "__name__", type(inner).__name__)
 
 
 def is_cross_entropy(loss_func: Any) -> bool:
