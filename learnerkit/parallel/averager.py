@@ -80,7 +80,7 @@ class Averager:
     def begin(self) -> None:
         """Begin training, perhaps of another model than before."""
         step, learn = self.step, self.learn
-        step.next_number()
+        step.begin()
         if learn.shards is not None:
             learn.shards.take_optimizers(learn.opts)
         for opt in learn.opts:

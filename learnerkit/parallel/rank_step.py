@@ -117,10 +117,11 @@ class RankStep:
     # A batch
 
     def begin(self) -> None:
-        """Begin a batch."""
+        """Begin a batch, or the training, with new points for which other ranks may wait."""
         self.dispatch.begin()
         self.reduced, self.stepped = False, None
-        self.next_number()
+        self.averages = False
+        self.number += 1
         if self.passes.watches:
             self.passes.close()
 
@@ -259,11 +260,6 @@ class RankStep:
     def note_optimizer_step(self, *_: Any) -> None:
         """Record that this rank's optimizer has stepped."""
         self.stepped = True
-
-    def next_number(self) -> None:
-        """Begin anew with the points for which other ranks may wait."""
-        self.averages = False
-        self.number += 1
 
     @collective
     def count_ranks(self, with_data: bool) -> int:

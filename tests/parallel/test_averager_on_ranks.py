@@ -1,7 +1,9 @@
 """The two ways to average: which is chosen by what, what is said of it, and that both equal one process."""
 
+import time
 import warnings
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from learnerkit import (
     SplitBatch,
     distributed,
 )
+from learnerkit.parallel.watch import Watch
 
 pytestmark = pytest.mark.ranks(2, soak=[3])
 
@@ -233,8 +236,14 @@ def test_layers_that_are_frozen_in_an_epoch_are_averaged_after_the_pass_from_the
 
 
 def test_layers_that_are_frozen_between_epochs_are_averaged_during_the_pass_again():
+    def ask_late(watch, point):
+        time.sleep(0.3 * distributed.rank())  # the other rank has its answer meanwhile
+        return all_skip(watch, point)
+
+    all_skip = Watch.all_skip
     freeze = Callback(before_epoch=lambda cb: cb.model.spare.requires_grad_(cb.epoch == 0))
-    _, told, ways = trained(cbs=freeze)
+    with patch.object(Watch, "all_skip", ask_late):
+        _, told, ways = trained(cbs=freeze)
     assert ways == ["Deferred", "Overlapped", "Overlapped"] * 2
     assert not told
 
