@@ -142,6 +142,8 @@ class CheckpointCallback(StepCounter):
         self._request = Request()
         self._resumption: Resumption | None = None  # kept until all of the state is restored
         self._trained: Mapping[str, Any] | None = None  # the state before validation
+        # The position in the epoch that a budget of steps has ended, where a fit of more steps continues.
+        self._within: tuple[State | None, State] = None, {}
         self._saved_at = -1  # the step after which the last checkpoint was taken
         self._config: dict[str, Any] = {}
         self._first: dict[str, dict[str, Any]] = {}  # the attributes of callbacks at the start of the fit
@@ -292,10 +294,10 @@ class CheckpointCallback(StepCounter):
                 by = ", by another Learner of this process (each may have its own directory: per_learner=True)"
             learn.say(f"fit {info['fit']} was done before{by}: its end is loaded from {_shown(checkpoint.path)}")
             self._end()
-        if info["place"] != EPOCH and learn._position is None:
+        if then["place"] != EPOCH and learn._position is None:
             warn(f"without TrainEvalCallback the place in the data is not known: epoch {info['epoch']} is read anew")
         self._steps = self._saved_at = info["step"]
-        self._tell(checkpoint)
+        self._tell(checkpoint, then["place"])
 
     def _compare(self, then: dict[str, Any], is_done: bool) -> bool:
         """Warn about changes since the checkpoint, or refuse them; return whether the optimizer is of the same kind.
@@ -344,9 +346,9 @@ class CheckpointCallback(StepCounter):
             )
         return is_same
 
-    def _tell(self, checkpoint: Checkpoint) -> None:
+    def _tell(self, checkpoint: Checkpoint, place: str) -> None:
         info, ranks = checkpoint.info, distributed.world_size()
-        when = {TRAIN: "in", TRAINED: "at the validation of", EPOCH: "after"}[info["place"]]
+        when = {TRAIN: "in", TRAINED: "at the validation of", EPOCH: "after"}[place]
         ago, other = format_time(max(0.0, time.time() - info["time"])), ""
         if checkpoint.n_ranks != ranks:
             other = f"; it had {checkpoint.n_ranks} rank{'s' * (checkpoint.n_ranks > 1)} and has {ranks}"
@@ -410,6 +412,12 @@ class CheckpointCallback(StepCounter):
                 self.learn.say(f"saved after step {self._steps} in {_shown(self.path)}; resume=True goes on there")
             raise Stopped if asked == END else mark(KeyboardInterrupt(), agreed=True)
 
+    def after_cancel_train(self) -> None:
+        super().after_cancel_train()
+        learn, position = self.learn, self.learn._position
+        if learn.n_steps and learn.pct_train >= 1 and position is not None and learn.iter + 1 != learn.n_iter:
+            self._within = position.state_dict(), position.own_state_dict()
+
     def after_train(self) -> None:
         super().after_train()
         learn = self.learn
@@ -434,7 +442,8 @@ class CheckpointCallback(StepCounter):
         asked = distributed.reduce(self._request.mine, "max")
         is_last = learn.epoch + 1 == learn.n_epoch if learn.n_steps is None else learn.pct_train >= 1
         if asked or is_last or self.every == "epoch":
-            self._save(EPOCH)
+            now, (within, own) = state_dict(learn, self._first), self._within
+            self._save(EPOCH, {**now, "within": within, "rank": now["rank"] | {"within": own}})
         self._serve(asked)
 
     @collective
@@ -601,7 +610,11 @@ def _read_state(saved: Checkpoint, learn: Any, now: State) -> State:
             mine = (mine or {"seed": owns[0]["seed"]}) | {"callbacks": {}}
         # It starts from the steps of this fit.
         then["callbacks"][state.BUDGET] = {"_steps": saved.info["step"], "_step_open": False}
-    return then | {"model": saved.weights(), "rank": mine, "place": saved.info["place"]}
+    place, within = saved.info["place"], then.get("within")
+    if within is not None and learn.n_steps and saved.info["step"] < learn.n_steps:
+        place, then["position"] = TRAIN, within
+        mine = mine and {**mine, "position": mine.get("within")}
+    return then | {"model": saved.weights(), "rank": mine, "place": place}
 
 
 def _age(checkpoint: Checkpoint) -> tuple[int, float]:

@@ -479,6 +479,23 @@ def test_a_length_in_another_unit_goes_on_from_what_was_done(tmp_path):
     assert found == [(4, 1.0), (3, 1.0), (0, 1.0), (2, 1.0)]
 
 
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_fit_of_more_steps_continues_inside_the_epoch(tmp_path, workers):
+    found = []
+    for budgets in ((11,), (3, 7, 11)):
+        for n in budgets:
+            set_seed(1)
+            parts = make_data(20), make_data(4, seed=1)
+            dls = DataLoaders.from_datasets(*parts, bs=4, device="cpu", num_workers=workers)  # five steps in an epoch
+            learn = make_learner(dls, cbs=CheckpointCallback(tmp_path / str(len(budgets)), every=4, resume=True))
+            with learn.no_logging():
+                learn.fit(n_steps=n)
+        found.append((learn.epoch, learn.train_iter, weights(learn.model)))
+    (*counts, whole), (*others, again) = found
+    assert counts == others == [2, 11]
+    assert different(whole, again) == []
+
+
 class Steps(Callback):
     """Counts the steps of this process."""
 

@@ -44,6 +44,20 @@ def test_a_strict_run_may_go_on_with_another_number_of_ranks(tmp_path):
     assert learn.epoch == 1
 
 
+@pytest.mark.filterwarnings("ignore:.* processes each train a whole copy")
+def test_a_fit_of_more_steps_continues_inside_the_epoch(tmp_path):
+    found = []
+    for budgets in ((8,), (4, 8)):
+        for n in budgets:
+            set_seed(1)
+            dls = DataLoaders.from_datasets(make_data(24), bs=4, device="cpu")
+            learn = make_learner(dls, cbs=CheckpointCallback(tmp_path / str(len(budgets)), every=3, resume=True))
+            with learn.no_logging(), learn.distrib_ctx():
+                learn.fit(n_steps=n)
+        found.append(weights(learn.model))
+    assert different(*found) == []
+
+
 class Sums(Callback):
     """Adds up what its rank trains on, and says nothing of a state."""
 
