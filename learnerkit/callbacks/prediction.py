@@ -403,10 +403,9 @@ def decoder(loss_func: Any, names: Any = None) -> Callable[[Any], Any]:
     """
     if (decode := decode_of(loss_func)) is not None:
         return decode
-    loss = "the model's own loss" if loss_func is None else repr(loss_func)
     unknown = ValueError(
-        f"with_decoded=True: it is not known how to decode predictions for {loss}; give the loss a method "
-        "`decode(pred)`, or decode the predictions yourself"
+        f"with_decoded=True: it is not known how to decode predictions for {loss_name(loss_func)}; give the loss a "
+        "method `decode(pred)`, or decode the predictions yourself"
     )
     if loss_func is not None or names is None:
         raise unknown

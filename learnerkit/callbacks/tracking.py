@@ -22,6 +22,8 @@ from learnerkit.events import CancelException, CancelFitException
 from learnerkit.files import name_or_any_path, place_of
 from learnerkit.host_scalars import HostScalars
 from learnerkit.marks import collective
+from learnerkit.run_state import values_beside
+from learnerkit.shards import put
 from learnerkit.state import State
 from learnerkit.stores.paths import AnyPath
 from learnerkit.utils import warn
@@ -163,6 +165,7 @@ class SaveModelCallback(TrackerCallback):
         self.with_opt = with_opt
         self.last_saved_path: AnyPath | None = None
         self._best_path: AnyPath | None = None  # the file of `best`
+        self._beside: list[Tensor] = []  # what was trained beside the model by then, such as parameters of the loss
 
     def before_fit(self) -> None:
         if not self.every_epoch:
@@ -208,14 +211,14 @@ class SaveModelCallback(TrackerCallback):
 
     def state_dict(self) -> State:
         """Return the best value, the rows so far, and whether the best model is in its file."""
-        return super().state_dict() | {"saved": self._best_path is not None}
+        return super().state_dict() | {"saved": self._best_path is not None, "beside": self._beside}
 
     @collective
     def load_state_dict(self, state: State) -> None:
         """Load the best model at the end, if there is one; its place is this callback's, not what a file says."""
         super().load_state_dict(state)
         file: Any = place_of(self.learn, self.fname)
-        self._best_path = file if state["saved"] else None
+        self._best_path, self._beside = file if state["saved"] else None, state.get("beside", [])
         if state["saved"] and not distributed.broadcast(distributed.is_main() and file.is_file()):
             if distributed.is_main():
                 warn(
@@ -235,10 +238,14 @@ class SaveModelCallback(TrackerCallback):
                     path = Path(stack.enter_context(TemporaryDirectory())) / path.name
                     path.write_bytes(content)
             self.learn.load(path, with_opt=self.with_opt)
+        with torch.no_grad():
+            for t, value in zip(values_beside(self.learn), self._beside, strict=False):
+                put(t, value)
 
     @collective
     def _save(self, file: str | AnyPath) -> AnyPath:
         saved: Any = self.learn.save(file, with_opt=self.with_opt)  # It is never an open file.
+        self._beside = [value.clone() for value in values_beside(self.learn)]
         self.last_saved_path = saved
         return saved
 
@@ -363,8 +370,8 @@ class ReduceLROnPlateau(_Patient):
 class ValidateEvery(StepCounter):
     """Validates also after every `n` optimizer steps, and adds a row to the table.
 
-    The row shows the epoch with the share of it that is done, and the epoch's training loss so far. Trackers such as
-    `SaveModelCallback` treat it like the row of a whole epoch.
+    The row shows the epoch with the share of it that is done, if that is known, and the epoch's training loss so far.
+    Trackers such as `SaveModelCallback` treat it like the row of a whole epoch.
 
     Args:
         n: optimizer steps between two validations, counted over the whole fit.

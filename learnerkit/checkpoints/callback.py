@@ -294,7 +294,7 @@ class CheckpointCallback(StepCounter):
                 by = ", by another Learner of this process (each may have its own directory: per_learner=True)"
             learn.say(f"fit {info['fit']} was done before{by}: its end is loaded from {_shown(checkpoint.path)}")
             self._end()
-        if then["place"] != EPOCH and learn._position is None:
+        if then["place"] != EPOCH and now["position"] is None:
             warn(f"without TrainEvalCallback the place in the data is not known: epoch {info['epoch']} is read anew")
         self._steps = self._saved_at = info["step"]
         self._tell(checkpoint, then["place"])

@@ -4,6 +4,7 @@ import inspect
 import math
 import operator
 import pickle
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -392,6 +393,37 @@ def test_the_best_is_saved_and_loaded_at_the_end(capsys):
     assert same_weights(saved(learn), seen.weights[1])
     assert save.last_saved_path == learn.path / "models" / "model.pth"
     assert capsys.readouterr().out == "loaded the best model (score 3) from models/model.pth\n"
+
+
+class Shifted(nn.MSELoss):
+    """A loss with a parameter, which falls with each step."""
+
+    def __init__(self):
+        super().__init__()
+        self.shift = nn.Parameter(torch.ones(()))
+
+    def forward(self, pred, y):
+        return super().forward(pred, y) + self.shift
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_the_best_model_has_the_parameters_of_the_loss_with_it(tmp_path, resumed):
+    seen = []
+    for dies in (True, False) if resumed else (False,):
+        loss = Shifted()
+        learn = make_learner(
+            loss_func=loss,
+            splitter=lambda model, loss=loss: [[*model.parameters(), *loss.parameters()]],
+            cbs=[
+                CheckpointCallback(tmp_path, resume=resumed and not dies),
+                raising("before_train", ZeroDivisionError, lambda cb, dies=dies: dies and cb.epoch == 2),
+                Callback(after_epoch=lambda cb: seen.append(cb.learn.loss_func.shift.item())),
+            ],
+        )
+        with suppress(ZeroDivisionError), learn.no_logging():
+            learn.fit(3, 0.1, cbs=[Script([1, 3, 2]), SaveModelCallback("score")])
+    assert len(set(seen)) == 3
+    assert loss.shift.item() == seen[1]
 
 
 def test_the_best_is_loaded_also_after_an_early_stop():
