@@ -223,7 +223,7 @@ def apart(folder):
     }  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_wandb_has_a_run(tmp_path):
     pytest.importorskip("wandb")
     command = [sys.executable, str(SCRIPTS / "tracked.py"), "wandb"]

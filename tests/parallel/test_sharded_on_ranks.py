@@ -223,7 +223,7 @@ def test_a_batch_that_one_rank_leaves_anywhere_weighs_nothing_of_it(accumulated)
     leave_one(("before_batch", "after_pred", "after_loss", "before_backward"), accumulated)
 
 
-@slow_on_ranks
+@soak_on_ranks
 def test_a_batch_that_one_rank_leaves_weighs_nothing_of_it():
     leave_one(("before_batch", "after_loss"), accumulated=True)
 
