@@ -133,11 +133,10 @@ def missing(page):
 
 LONG = (
     "agreement.md", "carried_state.md", "checkpoint.md", "config.md", "cross_validation.md", "equal.md", "examples.md",
-    "gan.md",
-    "hang.md", "images.md", "imbalance.md", "language_model.md", "large_models.md", "launching.md", "memory.md",
-    "object_stores.md", "one_gpu_to_many.md", "other_libraries.md", "own_loader.md", "ray.md", "reinforcement.md",
-    "search.md",
-    "segmentation.md", "serve.md", "slow.md", "tables.md", "texts.md", "tracking.md", "training.md", "transformers.md",
+    "gan.md", "hang.md", "images.md", "imbalance.md", "language_model.md", "large_models.md", "launching.md",
+    "memory.md", "object_stores.md", "one_gpu_to_many.md", "other_libraries.md", "own_loader.md", "ray.md",
+    "reinforcement.md", "search.md", "segmentation.md", "serve.md", "slow.md", "tables.md", "texts.md", "tracking.md",
+    "training.md", "transformers.md",
 )  # fmt: skip
 """They start many processes, wait, or train for long, and show what tests of `-m slow` have, too."""
 
