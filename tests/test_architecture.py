@@ -267,6 +267,7 @@ def test_no_class_of_torch_is_patched():
 LEARNER = "learner", "Learner"
 
 
+@pytest.mark.slow
 def test_who_calls_a_collective_is_one_or_says_why_not():
     """Mark it by `@collective`, or give the reason by `@not_collective("why")`.
 
@@ -460,6 +461,7 @@ def over_budget(sizes, budgets):
     ]
 
 
+@pytest.mark.slow
 def test_each_room_keeps_to_its_budget():
     sizes = room_sizes()
     assert sizes.keys() == BUDGETS.keys()
@@ -690,6 +692,7 @@ def test_importing_needs_no_torch(module, script_env):
     assert (done.stdout.strip(), done.stderr) == ("[]", "")
 
 
+@pytest.mark.slow
 def test_importing_everything_asks_for_no_device_and_imports_nothing_heavy(script_env):
     code = """
 import sys, torch

@@ -3,6 +3,8 @@
 import ast
 from pathlib import Path
 
+import pytest
+
 TESTS = Path(__file__).parent
 
 SEAMS = {"_forward", "_loss", "_backward", "_step", "_zero_grad"}
@@ -48,6 +50,7 @@ class Own(Learner):
     assert [name for _, name in private_names(source)] == ["self.learn._gradient", "make()._hidden"]
 
 
+@pytest.mark.slow
 def test_tests_use_few_private_attributes_of_other_objects():
     """What is private changes without notice; tests of behaviour outlive that."""
     found = [

@@ -165,7 +165,7 @@ CANCELS = {
 }
 
 
-@pytest.mark.parametrize("where", mostly_slow(CANCELS, "step", slow=["first batch", "after the loss"]))
+@pytest.mark.parametrize("where", mostly_slow(CANCELS, slow=["step", "after the loss"]))
 def test_a_cancel_on_one_rank_leaves_no_rank_waiting(where):
     at, event, error, which = CANCELS[where]
     whole = fitted(cbs=[Cancels(event, error, at, 0)], epochs=1)

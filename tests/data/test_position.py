@@ -237,15 +237,19 @@ def check_all_places(make, places=PLACES, cbs=tuple, Log=Log):
     return whole
 
 
-SLOW = [("shuffled", "workers")]  # with workers: the others are for `-m soak`
+QUICK = ["shuffled", "weighted", "global batches", "buckets", "batches of the dataset"]
 
 
-@pytest.mark.parametrize(("sampler", "workers"), [
-    pytest.param(
-        s, w, marks=() if w == "no workers" else pytest.mark.slow if (s, w) in SLOW else pytest.mark.soak
-    )
-    for s in SAMPLERS for w in WORKERS
-])  # fmt: skip
+def later(sampler, workers):
+    """The mark of a job; with workers most are for `-m soak`."""
+    if workers == "no workers":
+        return () if sampler in QUICK else pytest.mark.slow
+    return pytest.mark.slow if (sampler, workers) == ("shuffled", "workers") else pytest.mark.soak
+
+
+@pytest.mark.parametrize(
+    ("sampler", "workers"), [pytest.param(s, w, marks=later(s, w)) for s in SAMPLERS for w in WORKERS]
+)
 def test_t1_a_resumed_fit_reads_on_where_it_was(sampler, workers):
     check_all_places(lambda: make_dls(sampler, workers), PLACES if workers == "no workers" else FEW)
 

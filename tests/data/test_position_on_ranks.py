@@ -94,6 +94,7 @@ def stream(workers, n=22):
     return lambda: DataLoaders(DataLoader(Stream(n), 4, **WORKERS[workers]), device="cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workers", "split"), [("no workers", True), pytest.param("workers", False, marks=pytest.mark.soak)]
 )

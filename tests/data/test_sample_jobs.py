@@ -5,8 +5,8 @@ import torch
 from helpers import results_of
 from sample_jobs import JOBS, REFUSED, do
 
-QUICK = ["dataclass", "mapping, stream", "detection", "graphs, accumulated"]
-SLOW = ["positions first, sizes of the sampler", "packed", "nodes, stream"]
+QUICK = ["dataclass", "graphs, accumulated"]
+SLOW = ["mapping, stream", "detection", "positions first, sizes of the sampler", "packed", "nodes, stream"]
 """The others are for `pytest -m soak`."""
 
 

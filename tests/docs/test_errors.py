@@ -51,6 +51,7 @@ def test_each_link_leads_to_an_entry_and_each_entry_has_one_or_is_found_by_searc
     assert slugs - set(linked("learnerkit", kinds={".py"})) == BY_SEARCH
 
 
+@pytest.mark.slow
 def test_what_an_entry_quotes_is_in_the_source_with_its_address_or_none():
     for entry in entries():
         for quoted in map(normal, entry.templates):
@@ -100,6 +101,7 @@ def first_of(shown):
     return [each[0].partition("#")[2] if each else None for each in shown]
 
 
+@pytest.mark.slow
 def test_a_quoted_message_with_values_finds_its_entry():
     values = ["0.01", "'valid_los'", "Sequential", "(64, 10)", "/tmp/some where/model.pth", "rank 1, rank 2"]
     asked = [

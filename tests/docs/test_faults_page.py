@@ -5,6 +5,8 @@ import functools
 import re
 from pathlib import Path
 
+import pytest
+
 TESTS = Path(__file__).resolve().parents[1]
 PAGE = TESTS.parent / "nbs" / "explanations" / "faults.md"
 ROWS = [f"R{number:02}" for number in range(1, 42)]
@@ -43,6 +45,7 @@ def test_the_page_has_all_rows_in_their_order():
     assert list(rows()) == ROWS
 
 
+@pytest.mark.slow
 def test_each_row_says_what_is_done_and_names_tests_that_there_are():
     for row, text in rows().items():
         assert text.count("- **learnerkit**: ") == 1, row

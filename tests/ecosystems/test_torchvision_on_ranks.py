@@ -128,8 +128,8 @@ def test_a_detector_trains_by_the_sum_of_its_losses_and_is_validated_by_metrics(
 @pytest.mark.parametrize(
     ("n", "collate"),
     [
-        pytest.param(2, "pairs", id="2-ranks-pairs"),
-        pytest.param(2, "mappings", id="2-ranks-mappings", marks=pytest.mark.slow),
+        pytest.param(2, "pairs", id="2-ranks-pairs", marks=pytest.mark.slow),
+        pytest.param(2, "mappings", id="2-ranks-mappings", marks=pytest.mark.soak),
         pytest.param(3, "pairs", id="3-ranks-pairs", marks=pytest.mark.soak),
     ],
 )

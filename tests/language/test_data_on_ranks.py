@@ -46,7 +46,7 @@ def weights(learn):
 
 
 @pytest.mark.filterwarnings("ignore:.*each train a whole copy")  # that is what is compared with
-@pytest.mark.ranks(2, soak=[3])
+@pytest.mark.ranks(slow=[2], soak=[3])
 def test_ranks_see_the_batches_of_one_process_and_come_to_its_numbers():
     for name in MODELS:
         alone, together = make_learner(name), make_learner(name)

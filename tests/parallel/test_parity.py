@@ -16,7 +16,7 @@ SLOW_ON_TWO = [
     *(f"{loss}: {way}" for loss in LOSSES[1:] for way in WAYS[2:]), *(f"{loss}: micro-batches" for loss in LOSSES[4:]),
     "one_cycle", "generator", "weighted", "drop_last", "regression", "no_length", "cut_short", "GAN: BothByInputs",
     "GAN: InTurn", "lengths", "mapping", "shuffled", "class weights: whole", "class weights: micro-batches",
-    "sum: micro-batches", "tokens: whole",
+    "sum: micro-batches", "tokens: whole", "workers", "batch_sampler", "dropout_order", "GAN: OneByOne",
 ]  # fmt: skip
 # Combinations of a loss and a way of which others stand for the same
 SOAK_ON_TWO = [

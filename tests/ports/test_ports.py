@@ -60,7 +60,7 @@ def assert_alike(found, expected):
         torch.testing.assert_close(weights[name], tensor, rtol=0, atol=TOLERANCE, msg=lambda text: f"{name}: {text}")  # noqa: B023
 
 
-@EACH_PORT
+@pytest.mark.parametrize("name", mostly_slow(PORTS, *PORTS[::2]))
 def test_a_learner_trains_as_the_loop_does(name):
     assert_alike(by_learner(name), by_loop(name))
 

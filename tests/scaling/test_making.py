@@ -36,6 +36,7 @@ def test_everything_is_as_it_was(fails, capsys):
     assert (learn.counts.batches, len(learn.counts.seen)) == (count, count)
 
 
+@pytest.mark.slow
 def test_it_says_where_the_time_goes_and_can_be_read_again(capsys):
     report = job().scaling_report(4, advice=False)
     said = capsys.readouterr().out

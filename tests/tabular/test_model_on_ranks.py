@@ -33,6 +33,7 @@ def train(name):
 results = results_of(train)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("y", ["species", pytest.param("body_mass_g", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("n", [2, pytest.param(3, marks=pytest.mark.soak)])
 def test_ranks_learn_what_one_process_learns(results, n, y):
