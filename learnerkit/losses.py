@@ -865,7 +865,7 @@ def pred_of(output: Any, is_own: bool) -> Any:
     if is_own and isinstance(output, Mapping) and "logits" not in output:
         others = {name: entry for name, entry in output.items() if name != "loss"}
         if others and len(others) < len(output):
-            return type(output)(**others) if is_dataclass(output) else others
+            return type(output)(**{**output, "loss": None}) if is_dataclass(output) else others
     return get_field(output, "logits", output)
 
 

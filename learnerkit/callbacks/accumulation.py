@@ -147,7 +147,7 @@ class GradientAccumulation(Callback):
 
     def load_state_dict(self, state: State) -> None:
         """Continue with the saved count of steps, which `before_train` has set to 0."""
-        self._steps, self.learn.step_batches = state["steps"], state["step_batches"]
+        self._steps, self.learn.step_batches = state["steps"], self.n_batches or state["step_batches"]
 
     def _step_if_due(self) -> None:
         "Take the step if the step's last batch has not taken it."

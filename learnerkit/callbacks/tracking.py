@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from learnerkit import arguments, distributed
 from learnerkit.callback import Callback
@@ -22,11 +22,9 @@ from learnerkit.events import CancelException, CancelFitException
 from learnerkit.files import name_or_any_path, place_of
 from learnerkit.host_scalars import HostScalars
 from learnerkit.marks import collective
-from learnerkit.run_state import values_beside
-from learnerkit.shards import put
 from learnerkit.state import State
 from learnerkit.stores.paths import AnyPath
-from learnerkit.utils import warn
+from learnerkit.utils import unbound, warn
 
 _LESS_IS_BETTER = re.compile(
     r"loss|error|perplexity|(?<![a-z0-9])(mse|rmse|mae|mape|nll|ppl|wer|cer)(?![a-z0-9])", re.IGNORECASE
@@ -165,7 +163,7 @@ class SaveModelCallback(TrackerCallback):
         self.with_opt = with_opt
         self.last_saved_path: AnyPath | None = None
         self._best_path: AnyPath | None = None  # the file of `best`
-        self._beside: list[Tensor] = []  # what was trained beside the model by then, such as parameters of the loss
+        self._loss: dict[str, Tensor] = {}  # the parameters of the loss, and its buffers, with `best`
 
     def before_fit(self) -> None:
         if not self.every_epoch:
@@ -197,6 +195,7 @@ class SaveModelCallback(TrackerCallback):
         has_column = not self.every_epoch and super().take_row()
         if has_column and self.new_best:
             self._best_path = self._save(self.fname)
+            self._loss = _trained_in(self.learn.loss_func)
         return has_column
 
     @collective
@@ -211,14 +210,14 @@ class SaveModelCallback(TrackerCallback):
 
     def state_dict(self) -> State:
         """Return the best value, the rows so far, and whether the best model is in its file."""
-        return super().state_dict() | {"saved": self._best_path is not None, "beside": self._beside}
+        return super().state_dict() | {"saved": self._best_path is not None, "loss": self._loss}
 
     @collective
     def load_state_dict(self, state: State) -> None:
         """Load the best model at the end, if there is one; its place is this callback's, not what a file says."""
         super().load_state_dict(state)
         file: Any = place_of(self.learn, self.fname)
-        self._best_path, self._beside = file if state["saved"] else None, state.get("beside", [])
+        self._best_path, self._loss = file if state["saved"] else None, state.get("loss", {})
         if state["saved"] and not distributed.broadcast(distributed.is_main() and file.is_file()):
             if distributed.is_main():
                 warn(
@@ -238,14 +237,12 @@ class SaveModelCallback(TrackerCallback):
                     path = Path(stack.enter_context(TemporaryDirectory())) / path.name
                     path.write_bytes(content)
             self.learn.load(path, with_opt=self.with_opt)
-        with torch.no_grad():
-            for t, value in zip(values_beside(self.learn), self._beside, strict=False):
-                put(t, value)
+        if self._loss:
+            unbound(self.learn.loss_func)[0].load_state_dict(self._loss, strict=False)
 
     @collective
     def _save(self, file: str | AnyPath) -> AnyPath:
         saved: Any = self.learn.save(file, with_opt=self.with_opt)  # It is never an open file.
-        self._beside = [value.clone() for value in values_beside(self.learn)]
         self.last_saved_path = saved
         return saved
 
@@ -262,6 +259,15 @@ def _version(path: AnyPath) -> tuple[int, int] | None:
     except OSError:
         return None
     return status.st_size, status.st_mtime_ns
+
+
+def _trained_in(loss_func: Any) -> dict[str, Tensor]:
+    """Return copies of the parameters that a loss trains, and of its buffers, by name. A host-device sync."""
+    loss = unbound(loss_func)[0]
+    if not isinstance(loss, nn.Module):
+        return {}
+    named = dict(loss.named_buffers()) | {name: p for name, p in loss.named_parameters() if p.requires_grad}
+    return {name: t.detach().to("cpu", copy=True) for name, t in named.items()}
 
 
 class _Patient(TrackerCallback):

@@ -142,7 +142,7 @@ class CheckpointCallback(StepCounter):
         self._request = Request()
         self._resumption: Resumption | None = None  # kept until all of the state is restored
         self._trained: Mapping[str, Any] | None = None  # the state before validation
-        # The position in the epoch that a budget of steps has ended, where a fit of more steps continues.
+        # Where a fit of more steps continues in the epoch that a budget has ended, and this rank's own part of it.
         self._within: tuple[State | None, State] = None, {}
         self._saved_at = -1  # the step after which the last checkpoint was taken
         self._config: dict[str, Any] = {}
@@ -361,7 +361,8 @@ class CheckpointCallback(StepCounter):
         if self._resumption is not None:
             self._resumption.enter(self.learn)
             if self._resumption.state["place"] == TRAINED:
-                self._trained = self._resumption.state
+                self._trained = then = self._resumption.state
+                self._within = then.get("within"), then["rank"].get("within", {})
             self._resumption = None
 
     # Saving
@@ -416,7 +417,13 @@ class CheckpointCallback(StepCounter):
         super().after_cancel_train()
         learn, position = self.learn, self.learn._position
         if learn.n_steps and learn.pct_train >= 1 and position is not None and learn.iter + 1 != learn.n_iter:
-            self._within = position.state_dict(), position.own_state_dict()
+            in_eval = [name for name, module in unwrap(learn.model).named_modules() if not module.training]
+            self._within = {"position": position.state_dict(), "eval": in_eval}, position.own_state_dict()
+
+    def _state(self) -> State:
+        """Return the state, with the place where a fit of more steps continues."""
+        now, (within, own) = state_dict(self.learn, self._first), self._within
+        return {**now, "within": within, "rank": now["rank"] | {"within": own}}
 
     def after_train(self) -> None:
         super().after_train()
@@ -425,7 +432,7 @@ class CheckpointCallback(StepCounter):
             self._steps = round(learn.pct_train * learn.n_steps)
         if self._request.heard and learn.dls.valid is not None:
             # Model and optimizer do not change until `after_epoch`, so no copy is needed.
-            self._trained = state_dict(learn, self._first)
+            self._trained = self._state()
 
     @collective
     def after_cancel_fit(self) -> None:
@@ -442,8 +449,7 @@ class CheckpointCallback(StepCounter):
         asked = distributed.reduce(self._request.mine, "max")
         is_last = learn.epoch + 1 == learn.n_epoch if learn.n_steps is None else learn.pct_train >= 1
         if asked or is_last or self.every == "epoch":
-            now, (within, own) = state_dict(learn, self._first), self._within
-            self._save(EPOCH, {**now, "within": within, "rank": now["rank"] | {"within": own}})
+            self._save(EPOCH, self._state())
         self._serve(asked)
 
     @collective
@@ -612,7 +618,7 @@ def _read_state(saved: Checkpoint, learn: Any, now: State) -> State:
         then["callbacks"][state.BUDGET] = {"_steps": saved.info["step"], "_step_open": False}
     place, within = saved.info["place"], then.get("within")
     if within is not None and learn.n_steps and saved.info["step"] < learn.n_steps:
-        place, then["position"] = TRAIN, within
+        place, then = TRAIN, then | within
         mine = mine and {**mine, "position": mine.get("within")}
     return then | {"model": saved.weights(), "rank": mine, "place": place}
 

@@ -64,12 +64,14 @@ def alone() -> AbstractContextManager[None]:
 def local_rank() -> int:
     """Return this process's number among those of its machine: the index of its accelerator.
 
-    In a process group without `LOCAL_RANK` (processes started by `mp.spawn`, say) all ranks are taken to share one
-    machine.
+    Ranks that do not know it (processes started by `mp.spawn`, say) take it from their rank and the number of devices.
     """
     if "LOCAL_RANK" in os.environ:
         return int(os.environ["LOCAL_RANK"])
-    return rank() % max(1, torch.accelerator.device_count()) if is_joined() else place().local_rank or 0
+    here = place()
+    if not is_joined() and (here.local_rank is not None or not here.is_rank):
+        return here.local_rank or 0
+    return rank() % max(1, torch.accelerator.device_count())
 
 
 def is_main() -> bool:

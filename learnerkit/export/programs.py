@@ -67,7 +67,7 @@ class Predictor(nn.Module):
 
 
 def _plain(pred: Any) -> Any:
-    """Return predictions in dicts and tuples of Python, the only ones that a program can return."""
+    """Return predictions in dicts, tuples and lists of Python: others could not be read from a file."""
     if isinstance(pred, Mapping):
         return {name: _plain(part) for name, part in pred.items()}
     if isinstance(pred, tuple | list):
@@ -144,7 +144,10 @@ def _are_close(found: Tensor, expected: Tensor) -> bool:
     return torch.allclose(a, b, rtol=0, atol=rounding * scale, equal_nan=True)
 
 
-_OTHER_SIZES = "the code of the model takes another branch for inputs of these sizes than for those of the export"
+_OTHER_SIZES = (
+    "the program may not hold for these inputs: the model, or an operation of torch, may treat their sizes, or values "
+    "in them, in another way than those of the export"
+)
 
 
 # Writing and reading

@@ -202,10 +202,10 @@ class Study:
                 firsts = [trial for trial in trials if "again" not in trial.user_attrs]
                 if 0 < self.config.total <= len(firsts):
                     return None
-                failed = all(trial.state == self._states.FAIL for trial in trials)
-                if not self.config.total and failed and len(trials) >= _MOST_FAILED:
+                ended = [row.state for row in self.rows() if row.state not in ("running", "waiting")]
+                if not self.config.total and len(ended) >= _MOST_FAILED and {*ended} == {"failed"}:
                     raise ConfigError(
-                        f"the first {len(trials)} trials have failed, and without maxCombo nothing ends it: mend "
+                        f"the first {len(ended)} trials have failed, and without maxCombo nothing ends it: mend "
                         "the script, or give maxCombo, and take another --dir"
                     )
                 self._plan_next(firsts)

@@ -234,14 +234,18 @@ def last_value(lines: Iterable[str], metric: str) -> float | None:
     for line in lines:
         cells = line.split()
         if found := named.findall(line):
-            value = float(found[-1].replace("null", "nan"))  # JSON has no NaN
+            value = _number(found[-1])
         elif metric in cells:
             column, n_columns = cells.index(metric), len(cells)
         elif cells and len(cells) == n_columns and re.fullmatch(NUMBER, cells[column]):
             n_numbers = sum(bool(re.match(NUMBER, cell)) for cell in cells)
             if n_numbers > n_columns / 2:  # 'saved in 0.5 s' has just one number
-                value = float(cells[column])
+                value = _number(cells[column])
     return value
+
+
+def _number(text: str) -> float:
+    return float(text.replace("null", "nan"))  # JSON has no NaN
 
 
 def threads(processes: int) -> int:

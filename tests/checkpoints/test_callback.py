@@ -48,6 +48,7 @@ from resume_jobs import (
     outcome,
     run,
 )
+from torch import nn
 
 from learnerkit import (
     Callback,
@@ -479,16 +480,22 @@ def test_a_length_in_another_unit_goes_on_from_what_was_done(tmp_path):
     assert found == [(4, 1.0), (3, 1.0), (0, 1.0), (2, 1.0)]
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_fit_of_more_steps_continues_inside_the_epoch(tmp_path, workers):
+@pytest.mark.parametrize(
+    ("workers", "term"),  # a signal comes in the first validation
+    [(0, False), (0, True), pytest.param(2, False, marks=pytest.mark.slow)],
+)
+def test_a_fit_of_more_steps_continues_inside_the_epoch(tmp_path, workers, term):
     found = []
-    for budgets in ((11,), (3, 7, 11)):
-        for n in budgets:
+    for budgets in ((11,), (3, 3, 7, 11)):
+        for i, n in enumerate(budgets):
             set_seed(1)
+            sends = Send(int(term and i == 0 and n == 3), signal.SIGTERM, valid=True)
             parts = make_data(20), make_data(4, seed=1)
             dls = DataLoaders.from_datasets(*parts, bs=4, device="cpu", num_workers=workers)  # five steps in an epoch
-            learn = make_learner(dls, cbs=CheckpointCallback(tmp_path / str(len(budgets)), every=4, resume=True))
-            with learn.no_logging():
+            model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 1))
+            checkpoint = CheckpointCallback(tmp_path / str(len(budgets)), every=4, resume=True)
+            learn = make_learner(dls, model, cbs=[checkpoint, sends])
+            with learn.no_logging(), suppress(SystemExit):
                 learn.fit(n_steps=n)
         found.append((learn.epoch, learn.train_iter, weights(learn.model)))
     (*counts, whole), (*others, again) = found

@@ -50,8 +50,9 @@ def test_a_fit_of_more_steps_continues_inside_the_epoch(tmp_path):
     for budgets in ((8,), (4, 8)):
         for n in budgets:
             set_seed(1)
-            dls = DataLoaders.from_datasets(make_data(24), bs=4, device="cpu")
-            learn = make_learner(dls, cbs=CheckpointCallback(tmp_path / str(len(budgets)), every=3, resume=True))
+            dls = DataLoaders.from_datasets(make_data(24), make_data(4, seed=1), bs=4, device="cpu")
+            checkpoint = CheckpointCallback(tmp_path / str(len(budgets)), every=3, resume=True)
+            learn = make_learner(dls, make_model(dropout=0.5), cbs=checkpoint)
             with learn.no_logging(), learn.distrib_ctx():
                 learn.fit(n_steps=n)
         found.append(weights(learn.model))

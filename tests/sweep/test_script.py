@@ -57,6 +57,7 @@ def test_without_optuna_the_error_says_what_to_install(script_env, tmp_path):
         ("epoch  loss  accuracy   time\n  0  1.5  0.25  00:01\n  1  1.2  0.5  00:02\nsaved 3 files now", 0.5),
         ("accuracy: 0.25\naccuracy: -inf", float("-inf")),
         ('{"accuracy": 0.25}\n{"accuracy": null}', pytest.approx(math.nan, nan_ok=True)),  # JSON has no NaN
+        ("epoch  loss  accuracy\n1  0.3  null", pytest.approx(math.nan, nan_ok=True)),
         ("The final accuracy: 0.75.", 0.75),
         ("accuracy: 0.7.5", None),
         ("accuracy: 1,234.5", None),
