@@ -303,7 +303,7 @@ def test_events_of_an_evaluation_do_not_begin_the_batch_anew():
     assert log == ["before_step", "after_batch"] * 5
 
 
-@pytest.mark.ranks(slow=[2])
+@pytest.mark.ranks(soak=[2])
 def test_ranks_with_a_closure_stay_equal_after_a_resume(tmp_path):
     found = []
     for n in (1, 2):

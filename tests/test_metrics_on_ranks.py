@@ -110,7 +110,7 @@ def chosen(table, names):
     return {name: table[name] for name in names}
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.ranks(2, soak=[3])
 def test_metrics_of_the_libraries_equal_one_process():
     check_all(torchmetrics_classes(), chosen(torchmetrics_table(), QUICK))

@@ -487,7 +487,7 @@ class Restorable(DataLoader):
         self.count = self.skip = state["count"]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_t4_a_loader_with_workers_and_a_state_of_its_own():
     class Numbers(Log):
         numbers_only = True

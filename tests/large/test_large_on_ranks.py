@@ -203,7 +203,7 @@ def test_after_an_error_the_next_fit_goes_on_with_the_shards(event):
         close(found, weights_alone(steps)[0])
 
 
-@slow_on_ranks
+@soak_on_ranks
 def test_weights_come_from_files_by_the_rows_of_a_rank():
     whole = learner()
     with distributed.alone():
@@ -275,7 +275,7 @@ def test_sums_of_several_batches_are_those_of_one_process(sync):
     close(found, weights_alone(fits, cbs=GradientAccumulation(n_batches=3))[0])
 
 
-@slow_on_ranks
+@soak_on_ranks
 def test_recomputed_activations_of_shards_change_nothing():
     learn = learner([ActivationCheckpointing()])
     with sharded(learn):
@@ -352,7 +352,7 @@ class Heads(Net):
         return self.last(self.again(x) + self.twin(x).tanh()) * self.scale + sum(head(x).tanh() for head in self.heads)
 
 
-@slow_on_ranks
+@soak_on_ranks
 def test_the_state_of_parameters_of_one_row_is_saved():
     learn = learner(model=lambda: Heads())
     with sharded(learn):
@@ -502,7 +502,7 @@ def test_weights_that_change_around_a_validation(reshard):
     close(found, weights_alone(fits, cbs=Scales())[0])
 
 
-@slow_on_ranks
+@soak_on_ranks
 def test_the_optimizers_of_earlier_fits_are_forgotten():
     learn, old = learner(), []
     with sharded(learn):

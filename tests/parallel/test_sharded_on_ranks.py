@@ -120,7 +120,7 @@ def cancel(kind, when, **options):
         check_after(learn, took, where, alike=error is None)
 
 
-@slow_on_ranks
+@soak_on_ranks
 def test_a_cancel_on_one_rank_ends_all():
     cancel("CancelFitException", [("before_batch", True), ("after_pred", False)])
 

@@ -100,7 +100,7 @@ def test_a_fault_is_found_with_its_size(fault, rank, options):
     assert abs(missed) < 0.02
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.ranks(2)
 def test_a_rank_that_computes_more_is_found():
     for left in (2, 1, 0):  # others may use this machine: all ranks see the same report, and measure again

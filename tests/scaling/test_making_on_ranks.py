@@ -131,7 +131,7 @@ def test_an_error_on_one_rank_ends_the_report_on_all_and_leaves_nothing():
             learn.fit(1)
 
 
-@SLOW
+@pytest.mark.soak
 def test_a_callback_that_talks_to_the_other_ranks_is_not_run_alone():
     def talk(cb):
         dist.all_reduce(torch.ones(1))
