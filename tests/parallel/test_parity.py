@@ -14,9 +14,8 @@ WAYS = ["whole", "micro-batches", "batches per rank", "samples"]
 GANS = ["Both", "BothByInputs", "OneByOne", "InTurn"]
 SLOW_ON_TWO = [
     *(f"{loss}: {way}" for loss in LOSSES[1:] for way in WAYS[2:]), *(f"{loss}: micro-batches" for loss in LOSSES[4:]),
-    "no_length", "cut_short", "GAN: BothByInputs",
-    "lengths", "class weights: whole",
-    "sum: micro-batches", "tokens: whole", "workers", "batch_sampler", "dropout_order", "GAN: OneByOne",
+    "no_length", "cut_short", "GAN: BothByInputs", "GAN: OneByOne", "lengths", "class weights: whole",
+    "sum: micro-batches", "tokens: whole", "workers", "batch_sampler", "dropout_order",
 ]  # fmt: skip
 # Combinations of a loss and a way of which others stand for the same
 SOAK_ON_TWO = [
