@@ -81,7 +81,7 @@ def state_dict(learn: "Learner", first: Mapping[str, Mapping[str, Any]] | None =
         "opt": {name: o.state_dict() for name, o in opt.items()} if isinstance(opt, dict) else opt and opt.state_dict(),
         "scaler": learn._scaler_state,
         "beside": values_beside(learn),
-        "eval": [name for name, module in model.named_modules() if not module.training],
+        "eval": in_eval(model),
         "frozen": [name for name, p in model.named_parameters() if not p.requires_grad],
         "callbacks": {key: state for key, state in states.items() if state},
         "order": [key for key, _ in keys(learn.cbs)],
@@ -276,6 +276,11 @@ def _bytes_of(x: Any, apart: set[int]) -> float:
     return 8 if type(x) in (type(None), bool, int, float) else math.inf
 
 
+def in_eval(model: nn.Module) -> list[str]:
+    """Return the names of the modules that are in eval mode."""
+    return [name for name, module in model.named_modules() if not module.training]
+
+
 def values_beside(learn: "Learner") -> list[Tensor]:
     """Return the parameters that are trained beside the model, and the buffers of the loss; the same on every rank."""
     loss = unbound(learn.loss_func)[0]
@@ -395,7 +400,9 @@ def put_place(learn: "Learner", state: Mapping[str, Any]) -> None:
         setattr(learn, name, value)
     for dl, loader_state in zip(learn.dls.loaders, state["loaders"] or (), strict=False):
         if loader_state is not None:
-            _put_loader(dl, loader_state)
+            put_states(order_sources(dl), loader_state["samplers"])
+            if loader_state["source"] is not None:
+                _source_of(dl).load_state_dict(copy.deepcopy(loader_state["source"]))
 
 
 def check_parts(state: Mapping[str, Any]) -> None:
@@ -552,12 +559,6 @@ def filled(here: Any, value: Any) -> Any:
 
 def _kind(t: Tensor) -> tuple[Any, ...]:
     return t.shape, t.dtype, t.layout
-
-
-def _put_loader(dl: Any, state: Mapping[str, Any]) -> None:
-    put_states(order_sources(dl), state["samplers"])
-    if state["source"] is not None:
-        _source_of(dl).load_state_dict(copy.deepcopy(state["source"]))
 
 
 class Resumption:

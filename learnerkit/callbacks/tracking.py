@@ -217,7 +217,8 @@ class SaveModelCallback(TrackerCallback):
         """Load the best model at the end, if there is one; its place is this callback's, not what a file says."""
         super().load_state_dict(state)
         file: Any = place_of(self.learn, self.fname)
-        self._best_path, self._loss = file if state["saved"] else None, state.get("loss", {})
+        self._best_path = file if state["saved"] else None
+        self._loss = state.get("loss", {})
         if state["saved"] and not distributed.broadcast(distributed.is_main() and file.is_file()):
             if distributed.is_main():
                 warn(

@@ -12,6 +12,7 @@ from learnerkit.data.order import set_epoch
 from learnerkit.data.position import Position
 from learnerkit.endings import ending_of
 from learnerkit.events import CancelTrainException
+from learnerkit.run_state import in_eval
 from learnerkit.state import State
 from learnerkit.torch_internals import BatchNorm, Dropout
 from learnerkit.utils import unwrap
@@ -38,9 +39,9 @@ class TrainEvalCallback(Callback):
         """Note which modules the user has put into eval mode; at the end of a run `model` is `None`."""
         self._model = model
         if model is not None:
-            in_eval = {name for name, module in model.named_modules() if not module.training}
+            names = {*in_eval(model)}
             # After a run the whole model is in eval mode: then only modules that were noted before still count.
-            self._in_eval = in_eval if model.training else in_eval & self._in_eval
+            self._in_eval = names if model.training else names & self._in_eval
 
     def before_fit(self) -> None:
         learn = self.learn
@@ -92,10 +93,10 @@ class TrainEvalCallback(Callback):
         self.learn.model.eval()
 
 
-def _warn_of_dropout(model: nn.Module, in_eval: Set[str]) -> None:
+def _warn_of_dropout(model: nn.Module, evaluated: Set[str]) -> None:
     """Warn of modules in eval mode that have trainable parameters and dropout: that is rarely intended."""
-    for name in sorted(in_eval):
-        if name.rpartition(".")[0] in in_eval:
+    for name in sorted(evaluated):
+        if name.rpartition(".")[0] in evaluated:
             continue  # the warning names the module around it
         part = model.get_submodule(name)
         trained = any(p.requires_grad for p in part.parameters())

@@ -38,7 +38,18 @@ from learnerkit.files import MANIFEST, CheckpointError, remove
 from learnerkit.marks import collective, not_collective
 from learnerkit.processes.rank_main import end_at_once
 from learnerkit.processes.requests import END, SAVE, Request
-from learnerkit.run_state import EPOCH, FIT, TRAIN, TRAINED, Resumption, first_attributes, fitting, keys, state_dict
+from learnerkit.run_state import (
+    EPOCH,
+    FIT,
+    TRAIN,
+    TRAINED,
+    Resumption,
+    first_attributes,
+    fitting,
+    in_eval,
+    keys,
+    state_dict,
+)
 from learnerkit.shards import local
 from learnerkit.state import State
 from learnerkit.stores.paths import AnyPath, StorePath, any_path
@@ -417,8 +428,8 @@ class CheckpointCallback(StepCounter):
         super().after_cancel_train()
         learn, position = self.learn, self.learn._position
         if learn.n_steps and learn.pct_train >= 1 and position is not None and learn.iter + 1 != learn.n_iter:
-            in_eval = [name for name, module in unwrap(learn.model).named_modules() if not module.training]
-            self._within = {"position": position.state_dict(), "eval": in_eval}, position.own_state_dict()
+            common = {"position": position.state_dict(), "eval": in_eval(unwrap(learn.model))}
+            self._within = common, position.own_state_dict()
 
     def _state(self) -> State:
         """Return the state, with the place where a fit of more steps continues."""

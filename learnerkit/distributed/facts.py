@@ -68,9 +68,10 @@ def local_rank() -> int:
     """
     if "LOCAL_RANK" in os.environ:
         return int(os.environ["LOCAL_RANK"])
-    here = place()
-    if not is_joined() and (here.local_rank is not None or not here.is_rank):
-        return here.local_rank or 0
+    if not is_joined():
+        here = place()
+        if here.local_rank is not None or not here.is_rank:
+            return here.local_rank or 0
     return rank() % max(1, torch.accelerator.device_count())
 
 

@@ -8,7 +8,6 @@ tensor operation, a name or the arithmetic of sizes is refused here before torch
 import ast
 import json
 import math
-import os
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 
 from learnerkit import torch_internals
 from learnerkit.export.facts import KEY, Facts
-from learnerkit.files import CheckpointError, refuse_compressed, replacing
+from learnerkit.files import CheckpointError, refuse_compressed, replacing, sync
 from learnerkit.stores.paths import AnyPath
 from learnerkit.text import in_one_line
 from learnerkit.values import map_batch, tensors_in
@@ -56,10 +55,8 @@ class Predictor(nn.Module):
                 learn._forward()
                 return _plain(learn.pred)
             finally:
-                learn.batch = None
+                learn.batch = learn.pred = learn.output = None
                 learn.xb = ()
-                learn.pred = None
-                learn.output = None
 
         named: Any = forward
         named.__signature__ = Signature([Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in names])
@@ -70,9 +67,9 @@ def _plain(pred: Any) -> Any:
     """Return predictions in dicts, tuples and lists of Python: others could not be read from a file."""
     if isinstance(pred, Mapping):
         return {name: _plain(part) for name, part in pred.items()}
-    if isinstance(pred, tuple | list):
-        return (list if isinstance(pred, list) else tuple)(map(_plain, pred))
-    return pred
+    if isinstance(pred, list):
+        return [*map(_plain, pred)]
+    return tuple(map(_plain, pred)) if isinstance(pred, tuple) else pred
 
 
 def traced(predictor: Predictor, args: tuple, kwargs: dict[str, Any], size: int, safe_name: str) -> "ExportedProgram":
@@ -172,9 +169,13 @@ def write(program: "ExportedProgram", facts: Facts, file: AnyPath, check: Callab
     program = move_to_device_pass(program, "cpu")
     with replacing(file) as temporary:
         with open(temporary, "xb") as opened, warnings.catch_warnings(action="ignore"):
-            save(program, opened, extra_files={KEY: facts.as_json()})
-            opened.flush()
-            os.fsync(opened.fileno())
+            try:
+                save(program, opened, extra_files={KEY: facts.as_json()})
+            except OSError:
+                raise
+            except Exception as e:
+                raise CheckpointError(f"torch.export cannot write {facts.model}: {in_one_line(e)}") from e
+        sync(temporary)
         check(read(temporary, torch.device("cpu"))[0])
 
 

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property, partial
 from importlib.util import find_spec
 from inspect import Parameter, signature
@@ -138,9 +139,10 @@ def _write_traced(learn: "Learner", path: AnyPath) -> None:
             programs.write(program, facts, path, lambda read: check("the exported program", read))
         else:
             axes = _axes(learn.dls.inputs, dict(zip(names, kwargs.values() or args, strict=True)))
-            outputs = ["pred"] if isinstance(expected[0], Tensor) else None
-            if isinstance(expected[0], Mapping) and all(isinstance(t, Tensor) for t in expected[0].values()):
-                outputs = list(expected[0])
+            first = expected[0]
+            outputs = ["pred"] if isinstance(first, Tensor) else None
+            if isinstance(first, Mapping) and all(isinstance(t, Tensor) for t in first.values()):
+                outputs = list(first)
             _write_onnx(program, facts, path, axes, outputs, check)
 
 
@@ -220,11 +222,11 @@ def _write_onnx(
             check("the ONNX file under onnxruntime", _Runtime(temporary))
 
 
+@dataclass
 class _Runtime:
     """An ONNX file, run by onnxruntime on the CPU."""
 
-    def __init__(self, file: Path) -> None:
-        self.file = file
+    file: Path
 
     @cached_property
     def session(self) -> Any:

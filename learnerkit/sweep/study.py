@@ -202,8 +202,9 @@ class Study:
                 firsts = [trial for trial in trials if "again" not in trial.user_attrs]
                 if 0 < self.config.total <= len(firsts):
                     return None
-                ended = [row.state for row in self.rows() if row.state not in ("running", "waiting")]
-                if not self.config.total and len(ended) >= _MOST_FAILED and {*ended} == {"failed"}:
+                rows = [] if self.config.total else self.rows()
+                ended = [row.state for row in rows if row.state not in ("running", "waiting")]
+                if ended.count("failed") == len(ended) >= _MOST_FAILED:
                     raise ConfigError(
                         f"the first {len(ended)} trials have failed, and without maxCombo nothing ends it: mend "
                         "the script, or give maxCombo, and take another --dir"

@@ -319,6 +319,17 @@ def test_a_loaded_model_does_not_decode_where_the_classes_may_be_in_any_dimensio
             assert other.predict(data[0][0]).decoded == learn.predict(data[0][0]).decoded
 
 
+def test_a_program_that_torch_cannot_write_is_an_error_in_words():
+    class Either(nn.Linear):
+        def forward(self, x):
+            h = super().forward(x.unsqueeze(1).expand(-1, 9, -1)).transpose(1, 2)
+            pooled = [lambda t: F.conv1d(t, self.weight[:, :, None], stride=2).mean(2), lambda t: t.mean(2)]
+            return torch.cond(h.sum() > 0, *pooled, (h,))
+
+    with pytest.raises(CheckpointError, match="higher_order.cond|torch.export cannot"):
+        make_learner(model=Either(4, 4), loss_func=lambda pred, y: pred.sum()).export("either.pt2")
+
+
 @pytest.mark.slow
 def test_what_onnx_cannot_take_is_said_with_its_reason():
     pytest.importorskip("onnxruntime")

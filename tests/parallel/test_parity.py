@@ -35,7 +35,7 @@ ON_THREE = [
     *(f"{loss}: micro-batches" for loss in LOSSES), *(f"{loss}: whole" for loss in LOSSES),
     "mean: batches per rank", "mean: samples",
 ]  # fmt: skip
-SLOW_ON_THREE = ["tiny", "batch_norm", "mean: batches per rank", "ignore_index: micro-batches"]  # fmt: skip
+SLOW_ON_THREE = ["tiny", "batch_norm", "mean: batches per rank", "ignore_index: micro-batches"]
 ON_FOUR = [
     "tiny", *OTHERS, *(f"{loss}: micro-batches" for loss in LOSSES), "mean: whole", "sum: whole", "GAN: Both",
     "mean: batches per rank",
