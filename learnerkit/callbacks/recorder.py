@@ -200,6 +200,8 @@ class Evaluation:
     @collective
     def metrics(self) -> list[float]:
         """Return the value of each metric; every rank must reach this if the data are sharded."""
+        if not self.meters:
+            return []
         if not (distributed.reduce(self.batches) if self.sharded else self.batches):
             return [float("nan")] * sum(len(meter.columns) for meter in self.meters)
         self._begin()  # This rank may have no data.

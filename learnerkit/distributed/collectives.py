@@ -370,8 +370,9 @@ def gather_pieces(pieces: Iterable[tuple[Any, Tensor]], on: str = "all") -> list
 @collective
 def same_everywhere(x: object) -> bool:
     """Tell whether `x` is equal on every rank (compared by `repr`: numbers and plain containers)."""
-    digest = hashlib.sha256(repr(x).encode()).hexdigest()
-    return len(set(all_gather(digest))) == 1
+    # A digest is sent as a tensor, because an object takes two collectives: its length, and then it itself.
+    own = torch.tensor([*hashlib.sha256(repr(x).encode()).digest()])
+    return all(torch.equal(own, other) for other in all_gather(own))
 
 
 @collective

@@ -108,13 +108,16 @@ class Averager:
         step, learn = self.step, self.learn
         cb = self.cb
         model = self.model = learn.model
-        frozen = distributed.all_gather([name for name, p in named.items() if not p.requires_grad])
-        counts = Counter(chain(*frozen))
-        if apart := [name for name, count in counts.items() if count < len(frozen)]:
-            raise RuntimeError(
-                f"only some ranks train {first_few(apart)}: freeze the same parameters on every rank"
-                " (errors.html#unused-parameters)"
-            )
+        with distributed.grouped_collectives():
+            frozen = distributed.all_gather([name for name, p in named.items() if not p.requires_grad])
+            counts = Counter(chain(*frozen))
+            if apart := [name for name, count in counts.items() if count < len(frozen)]:
+                raise RuntimeError(
+                    f"only some ranks train {first_few(apart)}: freeze the same parameters on every rank"
+                    " (errors.html#unused-parameters)"
+                )
+            if learn.shards is None:
+                distributed.give_values([*named.values(), *model.buffers()])
         step.sends = model if cb.sends_buffers and list(model.buffers()) else None
         if cb.sync_bn is not False and rank_norms(model):
             if learn.dls.device.type != "cpu":
@@ -128,8 +131,6 @@ class Averager:
             cb.tell_once(
                 f"comm_hook={cb.comm_hook!r} rounds the gradients: the numbers are not those of one process any more"
             )
-        if learn.shards is None:
-            distributed.give_values([*named.values(), *model.buffers()])
         if cb.shard:
             self._take_shards(named)
             return

@@ -195,8 +195,9 @@ class DistributedCallback(Callback):
             "parameters": sum(p.numel() for p in learn.model.parameters()),
             **_settings(learn.cbs),
         }
-        check_devices(distributed.all_gather((socket.gethostname(), list(map(str, spanned_devices(learn.model))))))
-        everyone = distributed.all_gather(facts)
+        place = socket.gethostname(), list(map(str, spanned_devices(learn.model)))
+        places, everyone = zip(*distributed.all_gather((place, facts)), strict=True)
+        check_devices(places)
         for name in dict.fromkeys(name for other in everyone for name in other):
             # Some ranks may lack a callback.
             values = {r: other[name] for r, other in enumerate(everyone) if name in other}

@@ -1,6 +1,6 @@
 """Checks of a model that several ranks are to train, and what its BatchNorms do there."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -91,7 +91,7 @@ def check_shardable(learn: "Learner", offload: bool) -> None:
         )
 
 
-def check_devices(placed: list[tuple[str, list[str]]]) -> None:
+def check_devices(placed: Sequence[tuple[str, list[str]]]) -> None:
     """Refuse models that span several devices if two ranks share one of these.
 
     Args:
