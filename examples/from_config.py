@@ -2,11 +2,11 @@
 
     python examples/from_config.py --config examples/config.yaml
     python examples/from_config.py --config examples/config.yaml --fit.n_epoch 2 --model.hidden 32
-    python examples/from_config.py --help                               # all there are, and what they mean
+    python examples/from_config.py --help                               # all values that can be set
     python -m learnerkit.launch --nproc 2 examples/from_config.py --config examples/config.yaml
 
 Names and types are those of the signatures of `Learner`, of its method `fit_one_cycle`, and of `make_model` below. In a
-search (`python -m learnerkit.sweep`) the values of the trial come before those of the file.
+search (`python -m learnerkit.sweep`) the values of the trial come before those of the file. The log is history.jsonl.
 
 Needs pip install 'jsonargparse[signatures]'
 """
@@ -42,6 +42,8 @@ def parse_args():
 
 def main():
     args = parse_args()
+    if args.fit.n_epoch is None and args.fit.n_steps is None:
+        raise SystemExit("give --config FILE, or --fit.n_epoch N: how long to train")
     trial = sweep.params(lr_max=args.fit.lr_max, hidden=args.model.hidden)  # outside of a search these values
     args.fit.lr_max, args.model.hidden = trial.lr_max, trial.hidden
     set_seed(args.seed)

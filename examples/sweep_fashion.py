@@ -4,7 +4,8 @@
     python -m learnerkit.sweep --nproc 2 examples/sweep.json examples/sweep_fashion.py         # each on two processes
     python examples/sweep_fashion.py                                                           # no search: the defaults
 
-The search is in sweeps/sweep; the same command goes on with it if it was stopped. Afterwards, in a notebook:
+The search is in sweeps/sweep; the same command goes on with it if it was stopped. Without a search the run is saved in
+the folder `run`. Afterwards, in a notebook:
 
     from learnerkit import sweep
     found = sweep.load("sweeps/sweep")
@@ -35,8 +36,10 @@ def main():
     model = nn.Sequential(
         nn.Flatten(), nn.Linear(784, p.hidden), nn.ReLU(), nn.Dropout(p.dropout), nn.Linear(p.hidden, 10)
     )
-    # A trial runs in a folder of its own. One that was killed goes on from its checkpoint there.
-    cbs = [sweep.report("valid_loss"), CheckpointCallback("run", resume=True)]
+    # A trial runs in a folder of its own. One that was killed goes on from its checkpoint there. Outside of a search
+    # the name of the folder keeps runs with other values apart.
+    run = f"run/{p.hidden}-{p.dropout:g}-{p.lr:g}"
+    cbs = [sweep.report("valid_loss"), CheckpointCallback(run, resume=True)]
     learn = Learner(dls, model, nn.CrossEntropyLoss(), metrics=accuracy, cbs=cbs)
     with learn.distrib_ctx(split_batches=True):
         learn.fit_one_cycle(args.epochs, p.lr)

@@ -102,7 +102,9 @@ def parse_args():
     parser.add_argument("--recompute", action="store_true", help="compute activations twice, which saves memory")
     parser.add_argument("--keep-units", action="store_true", help="gather units once a step: quicker, takes memory")
     parser.add_argument("--every", type=int, default=50, help="steps between two checkpoints")
-    parser.add_argument("--out", type=Path, default=Path("models"), help="directory of the run and of the saved model")
+    parser.add_argument(
+        "--out", type=Path, default=Path("models/large"), help="directory of the run and of the saved model"
+    )
     parser.add_argument("--resume", action="store_true", help="go on from the run in OUT/run")
     parser.add_argument("--seed", type=int, default=42)
     return parser.parse_args()

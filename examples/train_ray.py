@@ -61,7 +61,7 @@ def parse_args():
     parser.add_argument("--lr", type=float, default=3e-3, help="the highest learning rate")
     parser.add_argument("--loaders", type=int, default=0, help="processes that load data, for each worker")
     parser.add_argument("--failures", type=int, default=3, help="how often Ray replaces workers that have died")
-    parser.add_argument("--out", type=Path, default=Path("models"), help="folder that all workers see")
+    parser.add_argument("--out", type=Path, default=Path("models/ray"), help="folder that all workers see")
     parser.add_argument("--seed", type=int, default=42)
     return parser.parse_args()
 

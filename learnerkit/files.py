@@ -32,12 +32,14 @@ from typing import Any, BinaryIO, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
+from torch.nn.parameter import is_lazy
 
 from learnerkit.marks import collective
 from learnerkit.shards import gathered, is_shard, storage_of
 from learnerkit.state import Learner
 from learnerkit.stores.paths import AnyPath, StorePath, any_path
 from learnerkit.text import first_few, printable
+from learnerkit.torch_internals import loads_itself
 
 T = TypeVar("T")
 
@@ -668,7 +670,7 @@ def fitted(saved: Saved, model: nn.Module, strict: bool) -> Saved:
     shapes = [
         f"{k}: {tuple(v.shape)} in the file, {tuple(t.shape)} in the model"
         for k, v, t in both
-        if isinstance(v, Tensor) and v.shape != t.shape
+        if isinstance(v, Tensor) and not is_lazy(t) and v.shape != t.shape and not loads_itself(model, k)
     ]
     missing, surplus = [k for k in own if k not in weights], [k for k in weights if k not in own]
     none_fits = bool(own) and len(missing) == len(own)

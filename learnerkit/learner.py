@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import AdamW, Optimizer
 
 from learnerkit import arguments, distributed, files, optim, parallel, run_state
@@ -1625,7 +1626,7 @@ class Learner(RunState):
             return self
         saved = fitted(self._read_saved(place, "cpu" if device is None else device), model, strict)
         move_to_device(self)
-        put_back = restorer({k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)})
+        put_back = restorer({k: v for k, v in model.state_dict().items() if isinstance(v, Tensor) and not is_lazy(v)})
         try:
             model.load_state_dict(rows_for(saved.weights, model), strict=strict)
             if with_opt and saved.opt is not None:

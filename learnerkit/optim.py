@@ -846,11 +846,23 @@ def load_state(made: Optimizer | Optimizers, saved: dict) -> None:
             theirs = [group | own for group, own in zip(free, kept, strict=True)]
             with torch.no_grad():
                 opt.load_state_dict(states[name] | {"param_groups": theirs})
+            if type(opt).load_state_dict is Optimizer.load_state_dict:
+                _keep_types(opt, states[name])
             state_to_params(opt)
     except Exception as e:  # an optimizer's own loading may raise anything
         for opt, state, param_groups in before:
             opt.state, opt.param_groups = state, param_groups
         raise ValueError(f"its optimizer's state is not taken: {in_one_line(e)}") from e
+
+
+def _keep_types(opt: Optimizer, saved: dict) -> None:
+    """Give state the type that the optimizer keeps, or had saved; torch's loading casts it to the parameter's type."""
+    for group, theirs in zip(opt.param_groups, saved["param_groups"], strict=True):
+        for p, number in zip(group["params"], theirs["params"], strict=True):
+            for name, value in saved["state"].get(number, {}).items():
+                if isinstance(value, Tensor) and value.dtype != opt.state[p][name].dtype:
+                    made = _state_made(opt, {**group, "params": [p]}).get((p.shape, p.dtype), {})
+                    opt.state[p][name] = value.to(p.device, made.get(name, value).dtype)
 
 
 _MOST_VALUES = 1_000_000  # a hundred times as many as a large model has

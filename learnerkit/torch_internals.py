@@ -564,6 +564,12 @@ def fake_mode() -> Any:
 # Loaders
 
 
+def loads_itself(model: nn.Module, name: str) -> bool:
+    """Tell whether a tensor's module loads it by code of its own, as observers of quantization do, which resize it."""
+    module = dict(model.named_modules()).get(name.rpartition(".")[0], model)
+    return type(module)._load_from_state_dict not in (nn.Module._load_from_state_dict, _NormBase._load_from_state_dict)
+
+
 def own_tensors(module: nn.Module) -> list[Tensor]:
     """Return the parameters and buffers of a module, without those of its sub-modules; torch's iterators are slow."""
     return [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]

@@ -730,6 +730,43 @@ def test_a_load_that_fails_half_way_changes_nothing():
         assert all(torch.equal(torch.as_tensor(v), torch.as_tensor(opt[name][k])) for k, v in state.items())
 
 
+def test_modules_that_get_their_shapes_from_data_or_from_a_file_are_loaded():
+    def lazy():
+        return nn.Sequential(nn.LazyLinear(3), nn.LazyLinear(1))
+
+    learn = trained(model=lazy())
+    learn.save("lazy")
+    other = make_learner(model=lazy(), opt_func=AdamW, lr=0.01)
+    other.load("lazy")
+    assert same_weights(learn.model, other.model)
+    assert_same_opt(learn, other)
+
+    class Resized(nn.Module):  # as the observers of torch.ao.quantization
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("seen", torch.empty(0))
+
+        def forward(self, x):
+            if self.training:
+                self.seen.resize_(x.shape[1]).copy_(x.detach()[0])
+            return x
+
+        def _load_from_state_dict(self, state, prefix, *args):
+            self.seen.resize_(state[f"{prefix}seen"].shape)
+            super()._load_from_state_dict(state, prefix, *args)
+
+    def resized():
+        return nn.Sequential(nn.Linear(4, 2), Resized(), nn.Linear(2, 1))
+
+    learn = trained(model=resized())
+    learn.save("resized")
+    other = make_learner(model=resized(), opt_func=AdamW, lr=0.01)
+    other.lr_find(num_it=10, show_plot=False)
+    assert other.model[1].seen.shape == (0,)
+    other.load("resized")
+    assert torch.equal(other.model[1].seen, learn.model[1].seen)
+
+
 @pytest.mark.parametrize("wrong", ["text", 3, [1.0], None])
 def test_weights_that_are_no_tensors_are_refused(wrong):
     learn = trained()

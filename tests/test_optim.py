@@ -22,7 +22,7 @@ from helpers import (
 )
 from torch import nn
 from torch.nn import functional as F
-from torch.optim import SGD, Adam, AdamW, Rprop
+from torch.optim import SGD, Adam, AdamW, Optimizer, Rprop
 from torch.utils.data import DataLoader, TensorDataset
 
 from learnerkit import (
@@ -1197,6 +1197,47 @@ def test_state_comes_to_the_device_of_its_parameter(option, there):
         optim.state_to_params(opt)
         assert opt.state[p]["exp_avg"].is_meta
         assert opt.state[p]["step"].is_meta == there
+
+
+class MasterWeights(Optimizer):
+    """SGD of bfloat16 parameters, on copies in float32."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            if not state:
+                state.update(master=p.float(), steps=torch.zeros((), dtype=torch.int64))
+            state["steps"] += 1
+            p.copy_(state["master"].sub_(p.grad.float(), alpha=self.param_groups[0]["lr"]))
+
+
+@pytest.mark.parametrize("way", ["resumed", "loaded"])
+@pytest.mark.parametrize(("opt_func", "dtype"), [(MasterWeights, torch.bfloat16), (torch.optim.NAdam, torch.float64)])
+def test_loaded_state_has_the_type_that_the_optimizer_keeps(opt_func, dtype, way):
+    def make():
+        data = TensorDataset(*(t.to(dtype) for t in make_data(32).tensors))
+        return make_learner(DataLoaders(DataLoader(data, 4), device="cpu"), make_model().to(dtype), opt_func=opt_func)
+
+    learn, other = make(), make()
+    if way == "resumed":
+        make().fit(1, cbs=CheckpointCallback("run"))
+        learn.fit(2)
+        other.fit(2, cbs=CheckpointCallback("run", resume=True))
+    else:
+        learn.fit(1)
+        learn.save("one")
+        other.load("one")
+    for a, b in zip(learn.model.parameters(), other.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+        kept, loaded = learn.opt.state[a], other.opt.state[b]
+        assert kept.keys() == loaded.keys() != set()
+        for name, value in kept.items():
+            assert loaded[name].dtype == value.dtype
+            assert torch.equal(loaded[name], value)
 
 
 # Gradients

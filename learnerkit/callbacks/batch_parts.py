@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from learnerkit.callbacks.precision import MixedPrecision, predictions_in_float32
 from learnerkit.data.batches import Rows, in_float32, with_rows
@@ -33,6 +32,11 @@ _SEAMS = ("_forward", "_loss", "_backward")
 _CHANGED = (
     "SplitBatch cannot take the batch again, as its inputs have been changed in place: make new tensors of them "
     "(x = x / 255 rather than x /= 255)"
+)
+
+_SECOND = (
+    "create_graph=True asks for a graph of the gradients of a batch, and SplitBatch keeps none: leave SplitBatch out, "
+    "and take smaller batches (errors.html#split-batch)"
 )
 
 
@@ -527,8 +531,9 @@ class _OfParts(torch.autograd.Function):
         return tuple(t.view_as(t) for t in tensors[:n])
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():  # torch's `create_graph`
+            raise RuntimeError(_SECOND)
         return (None,) * (2 + ctx.n) + tuple(ctx.give(*grads))
 
 

@@ -303,7 +303,10 @@ class CheckpointCallback(StepCounter):
             by = ""
             if checkpoint.path.parent.resolve() in _ends_here:
                 by = ", by another Learner of this process (each may have its own directory: per_learner=True)"
-            learn.say(f"fit {info['fit']} was done before{by}: its end is loaded from {_shown(checkpoint.path)}")
+            learn.say(
+                f"fit {info['fit']} was done before{by}: its end is loaded from {_shown(checkpoint.path)}, and nothing "
+                f"is trained; to train anew give another directory, or remove {_shown(self.path)}"
+            )
             self._end()
         if then["place"] != EPOCH and now["position"] is None:
             warn(f"without TrainEvalCallback the place in the data is not known: epoch {info['epoch']} is read anew")

@@ -75,6 +75,11 @@ def of_run(learn: "Learner", error: Exception, text: str) -> str:
             "a block computed something else the second time: it depends on more than its inputs, such as a cache; "
             "in a model of transformers set model.config.use_cache = False"
         )
+    if "through the graph a second time" in text and any(cb.name == "split_batch" for cb in learn.cbs):
+        return (
+            "SplitBatch has made the backward pass of the batch already: a callback's loss may depend on learn.pred, "
+            "but not on tensors that a hook or the model keeps; let the model return them"
+        )
     if recomputes and "inplace operation" in text:
         return (
             "a block that changes its inputs in place cannot be computed again: write inplace=False in it, or name "

@@ -279,10 +279,13 @@ def _put_back_modules(owner: Any, stack: ExitStack, keep: Callable[[Tensor], Ten
 
 def _tensor_restorer(x: Tensor, keep: Callable[[Tensor], Tensor], is_own: bool) -> Callable[[], None]:
     """Return a function that restores a tensor in place; one that `is_own` a module's is written in any case."""
-    values, requires_grad = keep(unexpanded(x)), x.requires_grad
+    values, shape, requires_grad = keep(unexpanded(x)), x.shape, x.requires_grad
     grad = restorer(x.grad if x.is_leaf else None, keep)
 
+    @torch.no_grad()
     def put_back() -> None:
+        if x.shape != shape:
+            x.resize_(shape)  # Observers of quantization resize their buffers.
         place = unexpanded(x).data  # A graph made before the trial can then still be differentiated.
         # A host-device sync. Memory that has not changed may be read-only.
         if is_own or not torch.equal(place, values.to(x.device)):

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 import torch
-from helpers import OwnBackward, mostly_slow, mostly_soak, same_weights
+from helpers import OwnBackward, mostly_slow, mostly_soak, raises, same_weights
 from memory_limits import FAILURE, Limit
 from torch import nn
 from torch.nn import functional as F
@@ -531,6 +531,34 @@ def test_what_cannot_be_cut_exactly_is_refused_in_words():
         fitted(cbs=[SplitBatch(), State()])
     with pytest.raises(ValueError, match="got parts=0"):
         SplitBatch(parts=0)
+
+
+def test_what_has_lost_its_graph_is_an_error_in_words():
+    class Penalty(Callback):
+        def before_batch(self):
+            self.learn.xb = (self.xb[0].detach().requires_grad_(),)
+
+        def after_loss(self):
+            (slope,) = torch.autograd.grad(self.pred.sum(), self.xb[0], create_graph=self.training)
+            self.learn.loss_grad = self.loss_grad + slope.square().sum()
+
+    class OfLayer(Callback):
+        run_valid = False
+
+        def before_fit(self):
+            self.hook = self.model[1].register_forward_hook(lambda module, x, output: setattr(self, "_output", output))
+
+        def after_loss(self):
+            self.learn.loss_grad = self.loss_grad + self._output.square().mean()
+
+        def cleanup_fit(self):
+            self.hook.remove()
+
+    for parts in (1, 3):
+        with raises(RuntimeError, "create_graph=True asks for a graph of the gradients of a batch"):
+            fitted(None, [Penalty(), SplitBatch(parts)])
+        with raises(RuntimeError, "SplitBatch has made the backward pass of the batch already"):
+            fitted(None, [OfLayer(), SplitBatch(parts)])
 
 
 def test_a_batch_that_cannot_be_cut_says_so():
