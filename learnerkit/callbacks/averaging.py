@@ -356,13 +356,14 @@ class EMA(_Averaging):
 
         The averages of buffers are this rank's own, as each rank computes its buffers from its own data.
         """
+        owner = self.of if self.module is None else self.module
+        parameters = dict(unwrap(self.learn.model if owner is None else owner).named_parameters())
         if self.module is None:
-            average = (self._average or self._loaded) if self._steps > self.start else {}
+            begun = self._steps > self.start  # Until then only buffers have an average of their own.
+            average = {n: t for n, t in (self._average or self._loaded).items() if begun or n not in parameters}
         else:
             copies = {id(average) for _, average in self._copies}
             average = {name: t for name, t in self._average.items() if id(local(t)) in copies}
-        owner = self.of if self.module is None else self.module
-        parameters = dict(unwrap(self.learn.model if owner is None else owner).named_parameters())
         state: dict[str, Any] = {"n": self.n_averaged, "steps": self._steps, "own": {}}
         for part, tensors in (("average", average), ("module", self._beside())):
             for name, t in tensors.items():

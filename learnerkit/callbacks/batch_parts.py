@@ -359,7 +359,10 @@ class Batches:
                     if len(self.cut) > 1:
                         self.cb.check_count()
                     losses.append((learn.loss, self._backward_of(part, mean) if learn.training else self._count()))
-                seen.append(_detached((learn.pred, learn.output)) if keeps else (None, None))
+                if keeps:
+                    seen.append(_detached((learn.pred, learn.output)))
+                else:  # numbers alone, such as parts of the loss, which are columns of the table
+                    seen.append((None, map_batch(lambda t: None if t.ndim else t.detach(), learn.output)))
                 if keeps and learn.training:
                     rest = [p for p in self._trained() if p.grad is None]
                     reached |= leaves_of([*tensors_in((learn.pred, learn.output))]) & {*rest} if rest else set()

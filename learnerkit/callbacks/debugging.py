@@ -158,7 +158,12 @@ class OverfitBatch(Callback):
         return {"n": self.n, "own": kept}
 
     def load_state_dict(self, state: State) -> None:
-        kept = to_device(state.get("own", []), self.learn.dls.device)  # none for another number of ranks
+        if "own" not in state:
+            distributed.warn_once(
+                f"OverfitBatch: {len(state['ranks'])} ranks have kept batches that {distributed.world_size()} cannot "
+                "divide, so the run goes on with other batches"
+            )
+        kept = to_device(state.get("own", []), self.learn.dls.device)
         # In place: the loader of the epoch has the list.
         self._kept[:] = [(batch, facts | {"share": facts["share"] and Share(*facts["share"])}) for batch, facts in kept]
 

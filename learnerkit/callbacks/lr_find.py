@@ -112,7 +112,8 @@ class LRFinder(StepBudget):
             return
         self.lrs.append(self._rate)
         # Also of losses that sum: those of steps with fewer samples would be smaller.
-        self._smooth.extend([*self._smooth.given, total / count])
+        losses = [*self._smooth.given, total / count]
+        self._smooth.extend(losses, [1.0] * len(losses))
         # The first losses may vary much by chance, and are not used for suggestions either.
         bound = _DIVERGED * min(self.losses) if len(self.losses) > self.n_steps // 10 else math.inf
         self._diverged = not self.losses[-1] <= bound  # true for NaN too

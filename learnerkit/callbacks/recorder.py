@@ -278,11 +278,11 @@ class Smoother:
         self._seen = 0  # losses of the current epoch that are in `values`
         self._epoch_start = (0, 0.0, 0)
 
-    def extend(self, losses: list[float]) -> None:
-        """Add the new losses of the current epoch; `losses` has all of them."""
-        for loss in losses[self._seen :]:
-            self._add(loss)
-        self._seen = len(losses)
+    def extend(self, losses: list[float], counts: list[float]) -> None:
+        """Add the new losses of the current epoch; the lists have all of them, and what each counts."""
+        for loss, count in zip(losses[self._seen :], counts[self._seen :], strict=False):  # a count may come later
+            self._add(loss if count else None)
+            self._seen += 1
 
     def close(self, losses: list[float | None]) -> None:
         """End the epoch with its final losses; `None` is a step in which nothing counted."""
@@ -400,7 +400,8 @@ class Recorder(Callback):
 
     def _smoothed(self) -> Smoother:
         if self._in_epoch:
-            self._smooth.extend(self._train.loss.values.all())
+            losses = self._train.loss
+            self._smooth.extend(losses.values.all(), losses.weights.all())
         return self._smooth
 
     @property
@@ -411,10 +412,11 @@ class Recorder(Callback):
     def recent_losses(self) -> list[float]:
         """Return the smoothed losses that have arrived on the host; never waits for the device."""
         if self._in_epoch:
-            self._smooth.extend(self._train.loss.values.poll())
+            losses = self._train.loss
+            self._smooth.extend(losses.values.poll(), losses.weights.poll())
             is_fine = not self._smooth.values or math.isfinite(self._smooth.values[-1])
             if not (is_fine or self._told or self._train.sharded):  # Several ranks share their losses later.
-                self._tell_not_finite(self._train.loss.on_host())
+                self._tell_not_finite(losses.on_host())
         return self._smooth.values
 
     def log_metric(self, name: str, value: float | Tensor, weight: float | Tensor = 1) -> None:

@@ -22,6 +22,7 @@ from learnerkit.torch_internals import check_reduced, nodes_of
 from learnerkit.utils import synced_norms
 from learnerkit.values import tensors_in
 
+_DOUBLE = torch.float64, torch.complex128
 _SLOTS = 16  # the length of the vector keeps the gradients after it in DDP's bucket aligned for vector instructions
 
 
@@ -203,10 +204,22 @@ class RankStep:
                 vector[place] = number
         return vector
 
+    @property
+    def precision(self) -> torch.dtype:
+        """The type in which the ranks' vectors are averaged."""
+        return torch.float64 if any(p.dtype in _DOUBLE for p in self.params.values()) else torch.float32
+
+    @collective
+    def mean_vector(self) -> Tensor:
+        """Return the mean of the ranks' vectors, rounded as by DDP: a resumed run averages its first batch here."""
+        vector = self.vector().to(self.precision)
+        distributed.mean_into([vector], among="gradients")
+        return vector
+
     @collective
     def average_rest(self, own: bool) -> None:
         """Average the gradients of a step that is due, except those that are already averaged."""
-        vector, factor = distributed.reduce(self.vector(), "mean", among="gradients"), 1.0
+        vector, factor = self.mean_vector(), 1.0
         if own:
             self.mean.expected = vector[0].item()  # a host-device sync
             factor = self.weight(self.mean.expected)
@@ -314,8 +327,7 @@ class Overlapped:
         device, params = step.learn.dls.device, list(step.params.values())
         held = nn.Identity()  # returns the loss that it is called with
         if comm_hook is None:  # a hook would round the vector
-            dtype = torch.float64 if {p.dtype for p in params} == {torch.float64} else torch.float32
-            self._carrier = nn.Parameter(torch.zeros(_SLOTS, dtype=dtype, device=device))
+            self._carrier = nn.Parameter(torch.zeros(_SLOTS, dtype=step.precision, device=device))
             params.append(self._carrier)
         held.params = nn.ParameterList(params)
         group = distributed.group("gradients", device.type)
@@ -355,7 +367,7 @@ class Overlapped:
         except RuntimeError:
             raise step.no_part(name for name, p in step.params.items() if p.grad is None) from None
         if carrier is None:
-            vector = distributed.reduce(step.vector(), "mean", among="gradients")
+            vector = step.mean_vector()
         else:
             # The gradient may be a view of DDP's bucket.
             vector, carrier.grad = cast(Tensor, carrier.grad).clone(), None

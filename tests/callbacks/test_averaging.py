@@ -31,6 +31,7 @@ from learnerkit import (
     CancelBatchException,
     CancelFitException,
     CancelStepException,
+    CheckpointCallback,
     DataLoaders,
     GradientAccumulation,
     Learner,
@@ -191,6 +192,27 @@ def test_training_goes_on_as_without(average, sampler):
     (one, losses, drawn), (other, *same) = found
     assert same == [losses, drawn]
     assert all(map(same_weights, one.steps + one.epochs, other.steps + other.epochs))
+
+
+def test_the_average_of_buffers_is_saved_before_the_first_step_that_counts():
+    def skip(cb):
+        if cb.train_iter < 2:
+            raise CancelStepException
+
+    def run(*cbs):
+        set_seed(3)
+        learn = learner(EMA(0.9), Callback(before_step=skip), *cbs, data=dls())
+        learn.fit(1)
+        return learn
+
+    def ends(when):
+        return raising("after_batch", ZeroDivisionError, when, order=999)
+
+    whole = run()
+    with pytest.raises(ZeroDivisionError):
+        run(CheckpointCallback("run", every=1), ends(lambda cb: cb.train_iter == 2))
+    again = run(CheckpointCallback("run", resume=True), ends(lambda cb: False))
+    assert same_weights(again.model, whole.model)
 
 
 class Leaves(Callback):

@@ -201,6 +201,12 @@ def test_a_loader_without_length_is_read_to_know_its_end():
     assert len(seen.train) == 10
 
 
+def test_batches_of_another_number_of_ranks_are_not_taken_in_silence():
+    learn = make_learner(cbs=OverfitBatch())
+    with pytest.warns(UserWarning, match="2 ranks have kept batches that 1 cannot divide"):
+        learn.overfit_batch.load_state_dict({"n": 1, "ranks": [{"own": []}] * 2})
+
+
 def test_both_callbacks_together_take_mapping_batches():
     batches = [{"x": torch.full((2, 4), float(i)), "labels": torch.ones(2, 1)} for i in range(6)]
     dls = DataLoaders(batches, device="cpu")

@@ -191,6 +191,18 @@ def test_the_losses_known_in_mid_epoch_are_those_of_the_end():
     assert learn.recorder.history[0].step_losses == raw[:4]
 
 
+def test_a_batch_that_counts_nothing_leaves_the_smoothed_loss_as_it_is():
+    seen = []
+    data = make_classes(16)
+    data.tensors[1][4:8] = -100
+    dls = DataLoaders(DataLoader(data, 4), device="cpu")
+    look = Callback(after_batch=lambda cb: seen.append(cb.smooth_loss), order=99)
+    learn = make_learner(dls, make_model(n_out=3), nn.CrossEntropyLoss(), cbs=look)
+    learn.fit(1)
+    assert seen == learn.recorder.losses
+    assert seen[1] == seen[0] < seen[0] + abs(seen[2]) < float("inf")
+
+
 def test_metrics_are_means_over_all_samples():
     data, valid = make_data(8), make_data(7, seed=1)
     dls = DataLoaders(DataLoader(data, 4), DataLoader(valid, 3), device="cpu")

@@ -228,6 +228,23 @@ def test_losses_and_callbacks_see_the_whole_batch(name, where):
     assert difference(fitted(cbs=cbs, **given), split) < tolerance
 
 
+def test_the_parts_of_a_models_loss_are_the_same_columns():
+    class TwoLosses(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = make_net()
+
+        def forward(self, x, labels):
+            made = self.body(x)
+            return {"ce": F.cross_entropy(made, labels), "size": made.square().mean()}
+
+    given = {"model": TwoLosses, "cls": lambda dls, model, loss, **kwargs: Learner(dls, model, **kwargs)}
+    whole, split = (fitted(cbs=cbs, loss_weight="samples", **given) for cbs in ([], [SplitBatch(2)]))
+    assert split.recorder.metric_names == whole.recorder.metric_names
+    assert {"ce", "size"} < {*whole.recorder.metric_names}
+    assert difference(whole, split) < 1e-9
+
+
 @pytest.mark.parametrize("rows", mostly_slow([4, 13], 4))
 def test_evaluation_is_cut_too_and_gives_the_same_table_and_predictions(rows):
     whole, limit = fitted(metrics=accuracy), Limit(rows, trains=False)

@@ -4,18 +4,20 @@ import shutil
 import warnings
 
 import pytest
-from helpers import make_data, make_learner, make_model, weights
+import torch
+from helpers import make_classes, make_data, make_learner, make_model, weights
 from resume_jobs import Carries, different
+from torch import nn
 
 from learnerkit import EMA, Callback, CheckpointCallback, DataLoaders, distributed, set_seed
 
 pytestmark = pytest.mark.ranks(2, soak=[3])
 
 
-def fit(folder, dls, *cbs, **distributed):
+def fit(folder, dls, *cbs, parts=None, **distributed):
     """Train for two epochs, from the newest checkpoint in a folder if there is one."""
     set_seed(1)
-    learn = make_learner(dls(), cbs=[*cbs, CheckpointCallback(folder, every=4, keep=100, resume=True)])
+    learn = make_learner(dls(), **parts or {}, cbs=[*cbs, CheckpointCallback(folder, every=4, keep=100, resume=True)])
     with learn.no_logging(), learn.distrib_ctx(sync_bn=False, **distributed), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".* processes each train a whole copy")
         learn.fit(2)
@@ -57,6 +59,14 @@ def test_a_fit_of_more_steps_continues_inside_the_epoch(tmp_path):
                 learn.fit(n_steps=n)
         found.append(weights(learn.model))
     assert different(*found) == []
+
+
+def test_weights_of_classes_give_the_same_bits(tmp_path):
+    dls = lambda: DataLoaders.from_datasets(make_classes(24), bs=4, device="cpu")  # noqa: E731
+    parts = lambda: {"model": make_model(n_out=3), "loss_func": nn.CrossEntropyLoss(torch.tensor([0.2, 1, 3]))}  # noqa: E731
+    whole = fit(tmp_path / "whole", dls, parts=parts())
+    again = fit(only(tmp_path / "whole", "fit0-epoch1-step4", tmp_path / "again"), dls, parts=parts())
+    assert different(weights(whole.model), weights(again.model)) == []
 
 
 class Sums(Callback):
