@@ -365,6 +365,12 @@ class LossWeight:
         if loss_weight is None and not self.sums and is_cross_entropy(loss_func):
             ignored = loss_option(loss_func, "ignore_index", -100)  # the default of torch
             self._count = partial(_count_classes, loss_option(loss_func, "weight"), ignored)
+            if not has_classes_in_dim_1(loss_func) and loss_option(loss_func, "weight") is not None:
+                distributed.warn_once(
+                    f"{loss_name(loss_func)} has a forward of its own, and is taken for a mean over the weights of "
+                    "classes, as torch's losses are. If it is a mean over samples, say loss_weight='samples'"
+                    " (errors.html#loss-weight)"
+                )
         self.absent = self.gathers = False
         self.own: OwnLoss | None = None
         if loss_func is None and loss_weight is None:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import make_data, make_dls, make_learner, make_model, raises, read_report
+from helpers import make_classes, make_data, make_dls, make_learner, make_model, raises, read_report
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -971,3 +971,21 @@ def test_on_a_gpu_classes_out_of_range_are_an_error_before_the_device_asserts():
     with pytest.raises(ValueError, match="targets from 1 to 4: the loss takes classes 0 .. 3, .* subtract 1"):
         learn.fit(1)
     torch.zeros(1, device="cuda").item()  # the device still works
+
+
+def test_weights_of_classes_in_a_forward_of_its_own_are_asked_about():
+    class Focal(nn.CrossEntropyLoss):
+        def forward(self, pred, y):
+            losses = F.cross_entropy(pred, y, weight=self.weight, reduction="none")
+            return ((1 - torch.exp(-losses)) ** 2 * losses).mean()
+
+    weights = torch.tensor([0.2, 3.0, 1.0])
+    data = make_classes(10)
+    for bs in (10, 4):
+        dls = DataLoaders.from_datasets(data, data, bs=bs, device="cpu")
+        learn = make_learner(dls, make_model(n_out=3), Focal(weights), loss_weight="samples")
+        assert learn.validate()[0] == pytest.approx(
+            Focal(weights)(learn.model(data.tensors[0]), data.tensors[1]).item()
+        )
+    with pytest.warns(UserWarning, match="Focal has a forward of its own, and is taken for a mean over the weights"):
+        make_learner(dls, make_model(n_out=3), Focal(weights)).validate()

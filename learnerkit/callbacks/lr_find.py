@@ -115,7 +115,10 @@ class LRFinder(StepBudget):
         losses = [*self._smooth.given, total / count]
         self._smooth.extend(losses, [1.0] * len(losses))
         # The first losses may vary much by chance, and are not used for suggestions either.
-        bound = _DIVERGED * min(self.losses) if len(self.losses) > self.n_steps // 10 else math.inf
+        bound, least = math.inf, min(self.losses)
+        if len(self.losses) > self.n_steps // 10:
+            size = least if least > 0 else max(-least, self.losses[0] - least)  # some losses are negative
+            bound = least + (_DIVERGED - 1) * size
         self._diverged = not self.losses[-1] <= bound  # true for NaN too
         if self.stop_div and self._diverged:
             raise CancelFitException(agreed=True)

@@ -403,7 +403,8 @@ class ValidateEvery(StepCounter):
     def after_batch(self) -> None:
         super().after_batch()
         learn = self.learn
-        at_end = learn.iter + 1 == learn.n_iter  # the epoch's validation follows
+        # The epoch's validation follows.
+        at_end = learn.iter + 1 == learn.n_iter or getattr(learn.dl, "is_last", False)
         if not learn.step_due or self._steps % self.n or at_end:
             return
         values = learn.validate()  # every rank must reach this, and does: all ranks count the same steps

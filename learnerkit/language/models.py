@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from learnerkit.data.weights import class_loss
@@ -42,8 +43,10 @@ class TextClassifier(nn.Module):
         mask = attention_mask.unsqueeze(-1).to(self.tokens.weight.dtype)
         total, count = (self.dropout(self.tokens(input_ids)) * mask).sum(1), mask.sum(1)
         if self.pairs is not None:
-            mixed = (input_ids[:, :-1] * _PRIME + input_ids[:, 1:]) % self.pairs.num_embeddings
-            both = mask[:, :-1] * mask[:, 1:]
+            # A dimension of t - 1 would bar a program of `torch.export` from texts of two tokens.
+            mixed = (input_ids * _PRIME + input_ids.roll(-1, 1)) % self.pairs.num_embeddings
+            has_next = torch.arange(input_ids.shape[1], device=mask.device) < input_ids.shape[1] - 1
+            both = mask * mask.roll(-1, 1) * has_next.unsqueeze(-1)
             total, count = total + (self.dropout(self.pairs(mixed)) * both).sum(1), count + both.sum(1)
         return self.head(self.dropout(total / count.clamp(min=1)))
 

@@ -4,7 +4,9 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from datetime import timezone, tzinfo
 from typing import TYPE_CHECKING, Any
+from zoneinfo import ZoneInfo
 
 import numpy as np
 
@@ -113,6 +115,9 @@ class Numbers:
             raise ValueError(f"column {column.name!r} has no number in the training part; leave it out")
         equal = there.min() == there.max()
         mean, std = (there[0], 1.0) if equal else (there.mean(), there.std())
+        if not 0 < std < math.inf:  # the squares of very small or large numbers are 0 or infinite
+            most = np.abs(there - mean).max()
+            std = ((there - mean) / most).std() * most
         flagged, whole = len(there) < len(values), bool((there == np.round(there)).all())
         return cls(column.name, float(np.median(there)), float(mean), float(std), flagged, whole, from_text)
 
@@ -162,6 +167,8 @@ def distinct(column: "Series") -> tuple[np.ndarray, list]:
 
     try:
         codes, uniques = pd.factorize(column)
+        if str(uniques.dtype).lower() in ("float16", "float32"):  # as written: 0.1 rather than 0.10000000149011612
+            uniques = uniques.to_numpy().astype(str).astype(float)
         values = [value.item() if isinstance(value, np.generic) else value for value in uniques.tolist()]
     except TypeError:  # values that cannot be compared, such as lists
         codes, values = np.zeros(0), column.dropna().tolist()
@@ -238,7 +245,28 @@ def _kind(value: Any) -> str:
 def _value_as_json(value: Any) -> Any:
     if type(value) in _KINDS:
         return value
-    return {"time": value.isoformat(), "zone": value.tz and str(value.tz)}
+    return {"time": value.isoformat(), "zone": zone_name(value.tz)}
+
+
+def zone_name(zone: tzinfo | None) -> str | None:
+    """Return a name by which pandas finds a time zone again.
+
+    Raises:
+        ValueError: a zone without one.
+    """
+    if zone is None:
+        return None
+    offset = zone.utcoffset(None)  # `None` unless it is the same all year
+    name = str(zone if offset is None else timezone(offset))
+    if offset is None:
+        try:
+            ZoneInfo(name)  # cached
+        except (KeyError, ValueError, OSError) as e:
+            raise ValueError(
+                f"got times of the zone {name}, which has no name that pandas finds: give them one by "
+                "df[column].dt.tz_convert('Europe/Berlin')"
+            ) from e
+    return name
 
 
 def _value_from_json(value: Any) -> Any:

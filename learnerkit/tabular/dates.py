@@ -5,6 +5,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from learnerkit.tabular.columns import zone_name
 from learnerkit.text import first_few
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ class Dates:
         """
         import pandas as pd
 
+        index, column = column.index, column.reset_index(drop=True)  # it may have names twice
         times = column
         if column.dtype.kind != "M":
             texts = texts_in(column)
@@ -89,7 +91,7 @@ class Dates:
         columns["elapsed"] = (times - pd.Timestamp(0, tz=times.dt.tz)) / pd.Timedelta(days=1)
         return pd.DataFrame(
             {f"{self.name}_{part}": values.convert_dtypes().mask(times.isna()) for part, values in columns.items()}
-        )
+        ).set_axis(index)
 
     def as_json(self) -> dict[str, Any]:
         """Return the column as plain values for JSON, which `from_json` reads."""
@@ -102,7 +104,7 @@ class Dates:
 
 
 def _zone_of(times: "Series") -> str | None:
-    return times.dt.tz and str(times.dt.tz)
+    return zone_name(times.dt.tz)
 
 
 def texts_in(column: "Series") -> "Series":

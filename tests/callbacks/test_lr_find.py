@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers import ROOT, make_data, make_dls, make_learner, mostly_slow, raising, same_weights, weights
 from torch import nn
+from torch.nn import functional as F
 from torch.optim import LBFGS, SGD, AdamW
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -151,6 +152,17 @@ def test_it_stops_when_the_loss_diverges_and_only_then():
         smooth.append(average / (1 - 0.98 ** (i + 1)))
     assert smooth[-1] > 4 * min(smooth)
     assert all(value <= 4 * min(smooth[: i + 1]) for i, value in enumerate(smooth[:-1]))
+
+
+def test_losses_below_0_suggest_the_same_rate():
+    rates = []
+    for shift in (0, 20):
+        set_seed(0)
+        x = torch.randn(512, 4)
+        dls = DataLoaders.from_datasets(TensorDataset(x, x.sum(1, keepdim=True)), bs=32, device="cpu")
+        learn = make_learner(dls, loss_func=lambda pred, y, shift=shift: F.mse_loss(pred, y) - shift)
+        rates.append(learn.lr_find(show_plot=False).valley)
+    assert rates[0] == pytest.approx(rates[1], rel=0.2)
 
 
 def test_a_loss_that_is_no_number_ends_it():

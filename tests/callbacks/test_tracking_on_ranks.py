@@ -6,9 +6,9 @@ import pytest
 import torch
 from helpers import mostly_slow, results_of, same_weights
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from learnerkit import Callback, DataLoaders, Learner, distributed, set_seed
+from learnerkit import Callback, DataLoaders, GradientAccumulation, Learner, ValidateEvery, distributed, set_seed
 from learnerkit.callbacks.tracking import (
     EarlyStoppingCallback,
     ReduceLROnPlateau,
@@ -83,8 +83,17 @@ class Spoil(Callback):
             self.learn.loss_grad = self.loss_grad * float("nan")
 
 
-def fit(epochs: int, *cbs: Callback) -> dict:
+class Stream(IterableDataset):
+    """Samples without a known number."""
+
+    def __iter__(self):
+        yield from make_data(10, 0)
+
+
+def fit(epochs: int, *cbs: Callback, stream: bool = False) -> dict:
     learn, facts = make_learner(), Facts(next(cb for cb in cbs if isinstance(cb, TrackerCallback)))
+    if stream:
+        learn.dls = DataLoaders(DataLoader(Stream(), 4), learn.dls.valid, device="cpu")
     with learn.distrib_ctx(split_batches=True), learn.no_logging():
         learn.fit(epochs, 0.2, cbs=[facts, *cbs])
     return {
@@ -124,6 +133,9 @@ JOBS = {
     "reduce": lambda: fit(20, ReduceLROnPlateau(patience=2, factor=2)),
     "own column": lambda: fit(6, Share(), SaveModelCallback("share", fname="share")),
     "in mid-epoch": lambda: fit(8, Middle(), SaveModelCallback(fname="middle"), EarlyStoppingCallback(patience=4)),
+    "rows of steps": lambda: fit(
+        6, GradientAccumulation(n_batches=2), ValidateEvery(1), EarlyStoppingCallback(patience=2), stream=True
+    ),
     "elsewhere": elsewhere,
     "nan": spoil,
 }
@@ -136,7 +148,10 @@ def do(name: str) -> dict:
 found = results_of(do)
 
 
-@pytest.mark.parametrize("job", mostly_slow(["stop", "save", "reduce", "own column", "in mid-epoch"], "stop"))
+DECIDE = ["stop", "save", "reduce", "own column", "in mid-epoch", "rows of steps"]
+
+
+@pytest.mark.parametrize("job", mostly_slow(DECIDE, "stop", "rows of steps"))
 def test_ranks_decide_as_one_process(found, job):
     (alone,), ranks = found[1, job], found[2, job]
     for rank in ranks:

@@ -26,6 +26,14 @@ def test_a_classifier_of_the_loaders_vocabulary_and_classes_learns_and_is_loaded
     assert again.predict("cat dog bird").label == learn.predict("cat dog bird").label == "animal"
 
 
+def test_a_program_takes_texts_of_any_length():
+    data = make_data()
+    learn = text_learner(data.dataloaders(tokens=128, device="cpu"), size=8, pairs=16)
+    program = load_learner(learn.export("texts.pt2"), data=TextData, device="cpu")
+    for text in ("", "cat", "cat dog", "cat dog bird"):
+        torch.testing.assert_close(program.predict(text).pred, learn.predict(text).pred)
+
+
 def test_any_module_will_do_and_the_rest_goes_to_the_learner():
     data = make_data()
     model = Bag(data.vocab_size)

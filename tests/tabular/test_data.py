@@ -1,7 +1,7 @@
 """Tables as tensors: what is learned of the training part, and what new rows become."""
 
 import json
-from datetime import datetime
+from datetime import UTC, datetime, timedelta, timezone
 from fractions import Fraction
 from pathlib import Path
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers import raises
 
-from learnerkit.tabular.columns import Categories
+from learnerkit.tabular.columns import Categories, Numbers
 from learnerkit.tabular.data import TabularData
 
 pd = pytest.importorskip("pandas")
@@ -416,3 +416,43 @@ def test_numbers_and_truth_values_of_a_request_may_be_text():
     for column, value in (("age", "1,000"), ("age", "n/a"), ("year", "last")):
         with raises(ValueError, repr(column), repr(value)):
             data.encode({"age": 1.0, "year": 2007, "new": True} | {column: value})
+
+
+def test_times_keep_their_hours_in_any_zone():
+    days = pd.date_range("2020-07-01", periods=40, freq="31h")
+    frame = pd.DataFrame({"x": np.arange(40) * 1.3, "y": np.arange(40) ** 1.5})
+    hour = timedelta(hours=1)
+    for zone in (ZONE, timezone(5.5 * hour, "IST"), timezone(hour, "CET"), UTC):
+        times = days.tz_localize(zone).to_series(index=frame.index)
+        data = TabularData.from_df(frame.assign(d=times), "y", dates=["d"])
+        again = TabularData.from_json(data.to_json())
+        assert again.dates[0].parts(times)["d_hour"].tolist() == times.dt.hour.tolist()
+    with raises(ValueError, "which has no name that pandas finds", "tz_convert"):
+        TabularData.from_df(frame.assign(d=days.tz_localize("dateutil/Europe/Berlin")), "y", dates=["d"])
+
+
+def test_rows_may_have_the_same_names_and_lack_dates():
+    days = pd.date_range("2020-07-01", periods=40, freq="31h").strftime("%Y-%m-%d")
+    frame = pd.DataFrame({"d": days, "x": np.arange(40) * 1.3, "y": np.arange(40) ** 1.5})
+    data = TabularData.from_df(frame, "y", dates=["d"])
+    rows = frame[:3].copy()
+    rows.loc[1, "d"] = None
+    once, twice = data.encode(rows), data.encode(pd.concat([rows, rows]))
+    for a, b in zip(once, twice, strict=True):
+        assert a is b is None or torch.equal(torch.cat([a, a]), b)
+
+
+def test_numbers_of_single_precision_are_categories_as_they_are_written():
+    column = pd.Series([0.1, 0.2, 0.5, 0.1], dtype="float32", name="dose")
+    found = Categories.of(column)
+    assert found.values == (0.1, 0.2, 0.5)
+    assert found.encode(column).tolist() == found.encode(pd.Series([0.1, 0.2, 0.5, 0.1])).tolist() == [1, 2, 3, 1]
+
+
+@pytest.mark.filterwarnings("ignore:overflow")
+@pytest.mark.parametrize("size", [1e-170, 1e200])
+def test_numbers_whose_squares_are_zero_or_infinite_are_standardised(size):
+    column = pd.Series(np.arange(6) * size)
+    values, missing = Numbers.of(column).encode(column)
+    assert values == pytest.approx((np.arange(6) - 2.5) / np.arange(6).std())
+    assert not missing.any()
