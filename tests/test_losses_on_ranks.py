@@ -1,12 +1,15 @@
 """Losses on two ranks: those that ask the learner, need no targets, come from the model, or have several parts."""
 
+import warnings
+from contextlib import nullcontext
+
 import pytest
 import torch
 from helpers import OwnBackward, alone_and_together, mostly_slow, raises
 from model_jobs import penalise
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from learnerkit import Callback, CancelBackwardException, CancelBatchException, DataLoaders, Learner, distributed
 
@@ -178,3 +181,26 @@ def test_the_rate_finder_sees_the_losses_of_one_process():
         Parts, loss_weight=WEIGHTS, cbs=NotesWeights, use=lambda learn: learn.lr_find(num_it=12, show_plot=False)
     )
     torch.testing.assert_close(together.recorder.lr_find_curve[1], alone.recorder.lr_find_curve[1], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("empty", [slice(0, 3), slice(3, 6)], ids=["first", "later"])
+@pytest.mark.parametrize("unused", [None, True])
+def test_a_batch_that_counts_nothing_on_any_rank(empty, unused):
+    x, y = torch.randn(9, 4, dtype=torch.float64), torch.randint(0, 3, (9,))
+    y[empty] = -100
+
+    def make():
+        torch.manual_seed(1)
+        dls = DataLoaders(DataLoader(TensorDataset(x, y), 3), device="cpu")
+        return Learner(dls, nn.Linear(4, 3).double(), nn.CrossEntropyLoss(), lr=0.1)
+
+    found = []
+    for options in ({}, {"split_batches": True, "find_unused_parameters": unused}):
+        learn = make()
+        with learn.no_logging(), warnings.catch_warnings():
+            warnings.simplefilter("error" if options else "ignore")  # one of several processes that trains alone
+            with learn.distrib_ctx(**options) if options else nullcontext():
+                learn.fit(2)
+        state = learn.opt.state[learn.model.weight]
+        found.append(([p.detach() for p in learn.model.parameters()], state["exp_avg"], state["step"]))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-9, atol=1e-12)

@@ -35,7 +35,8 @@ class Deferred:
     def backward(self) -> None:
         """Compute the gradients of the weighted loss.
 
-        A batch that counts nothing has none. It makes its pass only where other ranks wait in theirs for this rank.
+        Those of samples that count nothing are zeros, as on one process. Without samples there are none, and there is a
+        pass only where other ranks wait in theirs for this rank.
         """
         step, learn = self.step, self.step.learn
         loss = learn.loss_grad
@@ -50,7 +51,7 @@ class Deferred:
         pieces: list[Tensor] = []  # a parameter occurs once for each piece of its gradient
         hooks = [p.register_post_accumulate_grad_hook(pieces.append) for p in heard]
         try:
-            if self.own or step.makes_pass(something):
+            if self.own or step.makes_pass(something or (learn.batch_size > 0 and learn.loss_grad.requires_grad)):
                 learn._backward()
         finally:
             remove_hooks(hooks, heard)
