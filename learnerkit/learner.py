@@ -1406,6 +1406,8 @@ class Learner(RunState):
             weight: float | Tensor = 1
             if self._batch_index >= 0:
                 weight = self.batch_size if self.loss is None else self.loss_count
+            if getattr(self.dl, "is_last", False):  # a step that one process takes after the last batch
+                weight = 1 / self.n_ranks
             self.recorder.log_metric(name, value, weight)
 
     @on_workers

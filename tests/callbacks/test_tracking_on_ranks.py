@@ -8,7 +8,16 @@ from helpers import mostly_slow, results_of, same_weights
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from learnerkit import Callback, DataLoaders, GradientAccumulation, Learner, ValidateEvery, distributed, set_seed
+from learnerkit import (
+    Callback,
+    DataLoaders,
+    GradientAccumulation,
+    GradientClip,
+    Learner,
+    ValidateEvery,
+    distributed,
+    set_seed,
+)
 from learnerkit.callbacks.tracking import (
     EarlyStoppingCallback,
     ReduceLROnPlateau,
@@ -134,8 +143,13 @@ JOBS = {
     "own column": lambda: fit(6, Share(), SaveModelCallback("share", fname="share")),
     "in mid-epoch": lambda: fit(8, Middle(), SaveModelCallback(fname="middle"), EarlyStoppingCallback(patience=4)),
     "rows of steps": lambda: fit(
-        6, GradientAccumulation(n_batches=2), ValidateEvery(1), EarlyStoppingCallback(patience=2), stream=True
-    ),
+        6,
+        GradientAccumulation(n_batches=2),
+        GradientClip(0.5, log=True),
+        ValidateEvery(1),
+        EarlyStoppingCallback(patience=2),
+        stream=True,
+    ),  # fmt: skip
     "elsewhere": elsewhere,
     "nan": spoil,
 }
