@@ -1752,7 +1752,7 @@ class Learner(RunState):
         before = {"opt": self.opt, "_left_out": self._left_out}
         self._make_opt()
         try:
-            optim.load_state(self.opt, state)
+            optim.load_state(self.opt, state, optim.has_types(unwrap(self.model), saved.weights))
         except Exception as e:
             vars(self).update(before)
             raise CheckpointError(

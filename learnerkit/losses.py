@@ -368,7 +368,8 @@ class LossWeight:
             if not has_classes_in_dim_1(loss_func) and loss_option(loss_func, "weight") is not None:
                 distributed.warn_once(
                     f"{loss_name(loss_func)} has a forward of its own, and is taken for a mean over the weights of "
-                    "classes, as torch's losses are. If it is a mean over samples, say loss_weight='samples'"
+                    "classes, as torch's losses are. If it is one, say loss_weight=lambda y: weight[y].sum(); if it is "
+                    "a mean over samples, say loss_weight='samples'"
                     " (errors.html#loss-weight)"
                 )
         self.absent = self.gathers = False

@@ -819,8 +819,12 @@ def laid_out_as(p: Tensor, value: Tensor) -> Tensor:
     return value.to(p.device)
 
 
-def load_state(made: Optimizer | Optimizers, saved: dict) -> None:
+def load_state(made: Optimizer | Optimizers, saved: dict, types: bool = True) -> None:
     """Load the state of one optimizer, or of several by name; either side may have groups split for weight decay.
+
+    Args:
+        made, saved: the optimizers, and their states.
+        types: the parameters had the same types when the state was saved.
 
     Raises:
         ValueError: the state is of other optimizers, other parameter groups or other shapes; nothing is loaded.
@@ -847,7 +851,7 @@ def load_state(made: Optimizer | Optimizers, saved: dict) -> None:
             with torch.no_grad():
                 opt.load_state_dict(states[name] | {"param_groups": theirs})
             if type(opt).load_state_dict is Optimizer.load_state_dict:
-                _keep_types(opt, states[name])
+                _keep_types(opt, states[name], types)
             state_to_params(opt)
     except Exception as e:  # an optimizer's own loading may raise anything
         for opt, state, param_groups in before:
@@ -855,14 +859,23 @@ def load_state(made: Optimizer | Optimizers, saved: dict) -> None:
         raise ValueError(f"its optimizer's state is not taken: {in_one_line(e)}") from e
 
 
-def _keep_types(opt: Optimizer, saved: dict) -> None:
+def has_types(model: nn.Module, weights: Mapping[str, Any]) -> bool:
+    """Tell whether saved weights have the types of a model's parameters."""
+    return all(w.dtype == weights[name].dtype for name, w in model.named_parameters() if name in weights)
+
+
+def _keep_types(opt: Optimizer, saved: dict, types: bool) -> None:
     """Give state the type that the optimizer keeps, or had saved; torch's loading casts it to the parameter's type."""
     for group, theirs in zip(opt.param_groups, saved["param_groups"], strict=True):
+        made = None
         for p, number in zip(group["params"], theirs["params"], strict=True):
             for name, value in saved["state"].get(number, {}).items():
-                if isinstance(value, Tensor) and value.dtype != opt.state[p][name].dtype:
-                    made = _state_made(opt, {**group, "params": [p]}).get((p.shape, p.dtype), {})
-                    opt.state[p][name] = value.to(p.device, made.get(name, value).dtype)
+                now = opt.state[p].get(name)
+                if isinstance(value, Tensor) and isinstance(now, Tensor) and value.dtype != now.dtype:
+                    made = _state_made(opt, group) if made is None else made
+                    is_kept = types or not value.is_floating_point()
+                    expected = made.get((p.shape, p.dtype), {}).get(name, value if is_kept else now)
+                    opt.state[p][name] = value.to(p.device, expected.dtype)
 
 
 _MOST_VALUES = 1_000_000  # a hundred times as many as a large model has

@@ -566,8 +566,9 @@ def fake_mode() -> Any:
 
 def loads_itself(model: nn.Module, name: str) -> bool:
     """Tell whether a tensor's module loads it by code of its own, as observers of quantization do, which resize it."""
-    module = dict(model.named_modules()).get(name.rpartition(".")[0], model)
-    return type(module)._load_from_state_dict not in (nn.Module._load_from_state_dict, _NormBase._load_from_state_dict)
+    module = dict(model.named_modules(remove_duplicate=False)).get(name.rpartition(".")[0], model)
+    plain = type(module)._load_from_state_dict in (nn.Module._load_from_state_dict, _NormBase._load_from_state_dict)
+    return not plain and not isinstance(module, _NormBase)
 
 
 def own_tensors(module: nn.Module) -> list[Tensor]:

@@ -1240,6 +1240,29 @@ def test_loaded_state_has_the_type_that_the_optimizer_keeps(opt_func, dtype, way
             assert torch.equal(loaded[name], value)
 
 
+def test_state_of_another_type_of_parameters_is_cast():
+    class Mean(Optimizer):
+        def __init__(self, params, lr):
+            super().__init__(params, {"lr": lr})
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            for p in self.param_groups[0]["params"]:
+                mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+                p.sub_(mean.lerp_(p.grad, 0.1), alpha=self.param_groups[0]["lr"])
+
+    def make(dtype):
+        data = TensorDataset(*(t.to(dtype) for t in make_data(8).tensors))
+        return make_learner(DataLoaders(DataLoader(data, 4), device="cpu"), make_model().to(dtype), opt_func=Mean)
+
+    learn, other = make(torch.float32), make(torch.bfloat16)
+    learn.fit(1)
+    learn.save("one")
+    other.load("one")
+    assert {state["mean"].dtype for state in other.opt.state.values()} == {torch.bfloat16}
+    other.fit(1)
+
+
 # Gradients
 
 

@@ -16,7 +16,7 @@ from learnerkit.data.cuts import cut_rows, even_spans, row_counts
 from learnerkit.distributed import seeds
 from learnerkit.explain import is_out_of_memory
 from learnerkit.gradient_mean import GradientMean, host_count, scale_each
-from learnerkit.losses import loss_sums, output_of, pass_kept, take_loss, wants_loss, weighting_of
+from learnerkit.losses import loss_parts, loss_sums, output_of, pass_kept, take_loss, wants_loss, weighting_of
 from learnerkit.processes.rank_main import forget_frames
 from learnerkit.text import in_units
 from learnerkit.torch_internals import BuffersKept, hooks_left_out, leaves_of, version_of
@@ -85,6 +85,7 @@ class Batches:
         self._gradients: dict[Tensor, Tensor] = {}  # its gradients, by parameter, times the scale of the loss
         self._reached: list[Tensor] = []  # parameters on which the predictions depend, but not the loss
         self._shares: list[Any] = []  # the share of each part in the batch's count
+        self._numbers: list[dict[Any, Tensor]] = []  # the model's losses of each part, if its output is not kept
         self._outputs: list[tuple[Any, Any]] = []  # the predictions and the output of each part
         self._shown: Any = None  # the loss that the learner has got
         self._ways: list[tuple[Tensor, _Way]] = []  # predictions, with how they are joined
@@ -110,6 +111,9 @@ class Batches:
                 attributes.pop(name, None)
             if self._replaced:
                 attributes.update(self._replaced)
+            if any(self._numbers) and self.learn.output is None:
+                pairs = {name: [each[name] for each in self._numbers] for name in self._numbers[0]}
+                self.learn.output = {name: _weighed(values, self._shares) for name, values in pairs.items()}
             self._forget()
 
     @property
@@ -348,6 +352,7 @@ class Batches:
         mean = GradientMean(loss_sums(learn))
         losses = list[tuple[Any, Any]]()
         seen = list[tuple[Any, Any]]()
+        self._numbers = []
         reached = set[Tensor]()  # A callback may make a loss of the predictions.
         keeps = len(self.cut) == 1 or not learn.training or self.cb.keeps_predictions()
         with self._passes() as gradients:
@@ -359,10 +364,10 @@ class Batches:
                     if len(self.cut) > 1:
                         self.cb.check_count()
                     losses.append((learn.loss, self._backward_of(part, mean) if learn.training else self._count()))
-                if keeps:
-                    seen.append(_detached((learn.pred, learn.output)))
-                else:  # numbers alone, such as parts of the loss, which are columns of the table
-                    seen.append((None, map_batch(lambda t: None if t.ndim else t.detach(), learn.output)))
+                seen.append(_detached((learn.pred, learn.output)) if keeps else (None, None))
+                if not keeps:  # the recorder logs the losses of the model
+                    numbers = loss_parts(learn.output, weighting_of(learn).entries)
+                    self._numbers.append({name: t.detach() for name, t in numbers.items()})
                 if keeps and learn.training:
                     rest = [p for p in self._trained() if p.grad is None]
                     reached |= leaves_of([*tensors_in((learn.pred, learn.output))]) & {*rest} if rest else set()

@@ -77,8 +77,8 @@ def of_run(learn: "Learner", error: Exception, text: str) -> str:
         )
     if "through the graph a second time" in text and any(cb.name == "split_batch" for cb in learn.cbs):
         return (
-            "SplitBatch has made the backward pass of the batch already: a callback's loss may depend on learn.pred, "
-            "but not on tensors that a hook or the model keeps; let the model return them"
+            "SplitBatch has made the backward pass of the batch already, and the loss depends on tensors that a hook "
+            "or the model keeps, of this batch or an earlier one: let the model return them, or detach them"
         )
     if recomputes and "inplace operation" in text:
         return (

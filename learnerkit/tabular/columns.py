@@ -65,6 +65,9 @@ class Categories:
                 f"{' and '.join(now)}, such as {values[0]!r}; give it the type that it had"
             )
         numbers = {value: i for i, value in enumerate(self.values, 1)}
+        for value, i in list(numbers.items()):
+            if type(value) is float and np.float32(value) == value:  # 0.1 in single precision is 0.10000000149011612
+                numbers.setdefault(float(str(np.float32(value))), i)
         return np.array([*(numbers.get(value, 0) for value in values), 0], np.int64)[codes]  # a missing one has code -1
 
     def decode(self, number: int) -> Any:
@@ -167,8 +170,6 @@ def distinct(column: "Series") -> tuple[np.ndarray, list]:
 
     try:
         codes, uniques = pd.factorize(column)
-        if str(uniques.dtype).lower() in ("float16", "float32"):  # as written: 0.1 rather than 0.10000000149011612
-            uniques = uniques.to_numpy().astype(str).astype(float)
         values = [value.item() if isinstance(value, np.generic) else value for value in uniques.tolist()]
     except TypeError:  # values that cannot be compared, such as lists
         codes, values = np.zeros(0), column.dropna().tolist()
@@ -260,7 +261,8 @@ def zone_name(zone: tzinfo | None) -> str | None:
     name = str(zone if offset is None else timezone(offset))
     if offset is None:
         try:
-            ZoneInfo(name)  # cached
+            if name != "tzlocal()":  # pandas finds it
+                ZoneInfo(name)  # cached
         except (KeyError, ValueError, OSError) as e:
             raise ValueError(
                 f"got times of the zone {name}, which has no name that pandas finds: give them one by "

@@ -239,10 +239,33 @@ def test_the_parts_of_a_models_loss_are_the_same_columns():
             return {"ce": F.cross_entropy(made, labels), "size": made.square().mean()}
 
     given = {"model": TwoLosses, "cls": lambda dls, model, loss, **kwargs: Learner(dls, model, **kwargs)}
-    whole, split = (fitted(cbs=cbs, loss_weight="samples", **given) for cbs in ([], [SplitBatch(2)]))
+    given["loss_weight"] = "samples"
+    whole, split = (fitted(cbs=cbs, **given) for cbs in ([], [SplitBatch(2)]))
     assert split.recorder.metric_names == whole.recorder.metric_names
     assert {"ce", "size"} < {*whole.recorder.metric_names}
     assert difference(whole, split) < 1e-9
+
+
+def test_a_batch_of_a_models_own_loss_may_count_nothing():
+    class WithLogits(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = make_net()
+
+        def forward(self, x, labels):
+            made = self.body(x)
+            return {"loss": F.cross_entropy(made, labels), "logits": made}
+
+    def own(dls, model, loss, **kwargs):
+        return Learner(dls, model, loss_weight=lambda y: (y != -100).sum(), **kwargs)
+
+    data = make_loaders(60).train_ds
+    data.tensors[1][20:40] = -100
+    found = []
+    for cbs in ([], [SplitBatch(2)]):
+        dls = DataLoaders(DataLoader(data, ROWS), device="cpu")
+        found.append(fitted(None, [GradientAccumulation(n_batches=2), *cbs], WithLogits, dls=dls, cls=own))
+    assert difference(*found) < 1e-9
 
 
 @pytest.mark.parametrize("rows", mostly_slow([4, 13], 4))

@@ -444,9 +444,11 @@ def test_rows_may_have_the_same_names_and_lack_dates():
 
 def test_numbers_of_single_precision_are_categories_as_they_are_written():
     column = pd.Series([0.1, 0.2, 0.5, 0.1], dtype="float32", name="dose")
-    found = Categories.of(column)
-    assert found.values == (0.1, 0.2, 0.5)
-    assert found.encode(column).tolist() == found.encode(pd.Series([0.1, 0.2, 0.5, 0.1])).tolist() == [1, 2, 3, 1]
+    found = Categories.from_json(Categories.of(column).as_json())
+    for other in ("float32", "float64", "category", "object"):
+        assert found.encode(column.astype(other)).tolist() == [1, 2, 3, 1]
+    assert found.encode(pd.Series([0.1, 0.2, 0.5, 0.1])).tolist() == [1, 2, 3, 1]
+    assert Categories.of(column.astype("category")).encode(column).tolist() == [1, 2, 3, 1]
 
 
 @pytest.mark.filterwarnings("ignore:overflow")
