@@ -208,8 +208,8 @@ def _for_optimizer(learn: "Learner", value: Any, opt: Optimizer, samples: int) -
         after = [f"{lr * factor:.3g}" for lr in before if not callable(lr)]
         learn.say(
             f"learning rate{'s' * (len(before) > 1)} {first_few(before)} x {factor:.3g}"
-            f"{' = ' if after else ''}{first_few(after)}: {samples} samples a step"
-            f"{f', rather than {at}' * (samples != at)} ({rule} rule, {type(opt).__name__})"
+            f"{' = ' if after else ''}{first_few(after)}: {samples} samples a step, rather than {at} "
+            f"({rule} rule, {type(opt).__name__})"
         )
     return scaled
 
