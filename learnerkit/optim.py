@@ -819,12 +819,12 @@ def laid_out_as(p: Tensor, value: Tensor) -> Tensor:
     return value.to(p.device)
 
 
-def load_state(made: Optimizer | Optimizers, saved: dict, types: bool = True) -> None:
+def load_state(made: Optimizer | Optimizers, saved: dict, same_types: bool = True) -> None:
     """Load the state of one optimizer, or of several by name; either side may have groups split for weight decay.
 
     Args:
         made, saved: the optimizers, and their states.
-        types: the parameters had the same types when the state was saved.
+        same_types: the parameters had the types that they have now when the state was saved.
 
     Raises:
         ValueError: the state is of other optimizers, other parameter groups or other shapes; nothing is loaded.
@@ -851,7 +851,7 @@ def load_state(made: Optimizer | Optimizers, saved: dict, types: bool = True) ->
             with torch.no_grad():
                 opt.load_state_dict(states[name] | {"param_groups": theirs})
             if type(opt).load_state_dict is Optimizer.load_state_dict:
-                _keep_types(opt, states[name], types)
+                _keep_types(opt, states[name], same_types)
             state_to_params(opt)
     except Exception as e:  # an optimizer's own loading may raise anything
         for opt, state, param_groups in before:
@@ -864,18 +864,22 @@ def has_types(model: nn.Module, weights: Mapping[str, Any]) -> bool:
     return all(w.dtype == weights[name].dtype for name, w in model.named_parameters() if name in weights)
 
 
-def _keep_types(opt: Optimizer, saved: dict, types: bool) -> None:
-    """Give state the type that the optimizer keeps, or had saved; torch's loading casts it to the parameter's type."""
+def _keep_types(opt: Optimizer, saved: dict, same_types: bool) -> None:
+    """Give state the types that the optimizer keeps, after torch's loading has cast it to those of its parameters.
+
+    They are known of torch's optimizers; others have saved them, if the parameters have not changed theirs.
+    """
     for group, theirs in zip(opt.param_groups, saved["param_groups"], strict=True):
         made = None
         for p, number in zip(group["params"], theirs["params"], strict=True):
             for name, value in saved["state"].get(number, {}).items():
                 now = opt.state[p].get(name)
                 if isinstance(value, Tensor) and isinstance(now, Tensor) and value.dtype != now.dtype:
-                    made = _state_made(opt, group) if made is None else made
-                    is_kept = types or not value.is_floating_point()
-                    expected = made.get((p.shape, p.dtype), {}).get(name, value if is_kept else now)
-                    opt.state[p][name] = value.to(p.device, expected.dtype)
+                    made = made or _state_made(opt, group)
+                    expected = made.get((p.shape, p.dtype), {}).get(name)
+                    if not isinstance(expected, Tensor):
+                        expected = value if same_types or not value.is_floating_point() else now
+                    opt.state[p][name] = value.to(expected.dtype)
 
 
 _MOST_VALUES = 1_000_000  # a hundred times as many as a large model has

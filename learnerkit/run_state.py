@@ -451,8 +451,7 @@ def put_trained(learn: "Learner", state: Mapping[str, Any], with_opt: bool = Tru
         ValueError: the parameter groups do not fit.
     """
     if with_opt and state["opt"] is not None:
-        types = optim.has_types(unwrap(learn.model), state.get("model", {}))
-        optim.load_state(learn.opt, state["opt"], types)
+        optim.load_state(learn.opt, state["opt"], optim.has_types(unwrap(learn.model), state.get("model", {})))
     with torch.no_grad():
         for t, value in zip(values_beside(learn), state["beside"], strict=True):
             put(t, value)

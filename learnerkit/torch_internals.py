@@ -39,6 +39,13 @@ Dropout = _DropoutNd
 """The base of all dropout modules."""
 
 
+def loads_itself(model: nn.Module, name: str) -> bool:
+    """Tell whether a tensor's module loads it by code of its own, as observers of quantization do, which resize it."""
+    module = dict(model.named_modules(remove_duplicate=False)).get(name.rpartition(".")[0], model)
+    is_plain = type(module)._load_from_state_dict is nn.Module._load_from_state_dict
+    return not (is_plain or isinstance(module, StatisticsNorm))
+
+
 def compiled_call(model: nn.Module) -> Callable | None:
     """Return the function that a call of `model` runs instead of its own code, as set by `nn.Module.compile`."""
     return model._compiled_call_impl
@@ -562,13 +569,6 @@ def fake_mode() -> Any:
 
 
 # Loaders
-
-
-def loads_itself(model: nn.Module, name: str) -> bool:
-    """Tell whether a tensor's module loads it by code of its own, as observers of quantization do, which resize it."""
-    module = dict(model.named_modules(remove_duplicate=False)).get(name.rpartition(".")[0], model)
-    plain = type(module)._load_from_state_dict in (nn.Module._load_from_state_dict, _NormBase._load_from_state_dict)
-    return not plain and not isinstance(module, _NormBase)
 
 
 def own_tensors(module: nn.Module) -> list[Tensor]:

@@ -173,14 +173,14 @@ def weights_on_ranks(learn):
     return found
 
 
-def alone_and_together(make, use):
-    """What `use(learn)` leaves on one process and on all of them together: (learner, result) of each."""
+def alone_and_together(make, use, **options):
+    """What `use(learn)` leaves on one process and, with these options, on all together: (learner, result) of each."""
     found = []
     for together in (False, True):
         learn = make()
         with learn.no_logging(), warnings.catch_warnings():
             warnings.simplefilter("error" if together else "ignore")  # one of several processes that trains alone
-            with learn.distrib_ctx(split_batches=True) if together else nullcontext():
+            with learn.distrib_ctx(split_batches=True, **options) if together else nullcontext():
                 found.append((learn, use(learn)))
     return found
 

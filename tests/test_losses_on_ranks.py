@@ -1,8 +1,5 @@
 """Losses on two ranks: those that ask the learner, need no targets, come from the model, or have several parts."""
 
-import warnings
-from contextlib import nullcontext
-
 import pytest
 import torch
 from helpers import OwnBackward, alone_and_together, mostly_slow, raises
@@ -194,13 +191,10 @@ def test_a_batch_that_counts_nothing_on_any_rank(empty, unused):
         dls = DataLoaders(DataLoader(TensorDataset(x, y), 3), device="cpu")
         return Learner(dls, nn.Linear(4, 3).double(), nn.CrossEntropyLoss(), lr=0.1)
 
-    found = []
-    for options in ({}, {"split_batches": True, "find_unused_parameters": unused}):
-        learn = make()
-        with learn.no_logging(), warnings.catch_warnings():
-            warnings.simplefilter("error" if options else "ignore")  # one of several processes that trains alone
-            with learn.distrib_ctx(**options) if options else nullcontext():
-                learn.fit(2)
+    def use(learn):
+        learn.fit(2)
         state = learn.opt.state[learn.model.weight]
-        found.append(([p.detach() for p in learn.model.parameters()], state["exp_avg"], state["step"]))
-    torch.testing.assert_close(found[0], found[1], rtol=1e-9, atol=1e-12)
+        return [p.detach() for p in learn.model.parameters()], state["exp_avg"], state["step"]
+
+    (_, alone), (_, together) = alone_and_together(make, use, find_unused_parameters=unused)
+    torch.testing.assert_close(together, alone, rtol=1e-9, atol=1e-12)

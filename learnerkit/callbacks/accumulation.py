@@ -6,6 +6,7 @@ from torch import Tensor
 
 from learnerkit import arguments, optim
 from learnerkit.callback import Callback
+from learnerkit.callbacks.training import at_last_batch
 from learnerkit.events import CancelBatchException, CancelStepException
 from learnerkit.gradient_mean import GradientMean, host_count, scale_gradients
 from learnerkit.losses import loss_sums, output_of
@@ -69,11 +70,10 @@ class GradientAccumulation(Callback):
         self._counted = True
         self._batches += 1
         self._samples += self._global_size()
-        last = learn.iter + 1 == learn.n_iter or getattr(learn.dl, "is_last", False)
         full = self._batches == self.n_batches or (self.n_samples and self._samples >= self.n_samples)
         if self._batches == 1 and self.n_samples:
             learn.step_batches = -(-self.n_samples // max(1, self._samples))
-        learn.step_due = bool(full or last)
+        learn.step_due = bool(full or at_last_batch(learn))
         if learn.step_due:
             self._batches = self._samples = 0
 

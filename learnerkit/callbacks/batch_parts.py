@@ -112,8 +112,8 @@ class Batches:
             if self._replaced:
                 attributes.update(self._replaced)
             if any(self._numbers) and self.learn.output is None:
-                pairs = {name: [each[name] for each in self._numbers] for name in self._numbers[0]}
-                self.learn.output = {name: _weighed(values, self._shares) for name, values in pairs.items()}
+                names = self._numbers[0]
+                self.learn.output = {n: _weighed([each[n] for each in self._numbers], self._shares) for n in names}
             self._forget()
 
     @property
@@ -368,7 +368,7 @@ class Batches:
                 if not keeps:  # the recorder logs the losses of the model
                     numbers = loss_parts(learn.output, weighting_of(learn).entries)
                     self._numbers.append({name: t.detach() for name, t in numbers.items()})
-                if keeps and learn.training:
+                elif learn.training:
                     rest = [p for p in self._trained() if p.grad is None]
                     reached |= leaves_of([*tensors_in((learn.pred, learn.output))]) & {*rest} if rest else set()
         factor = mean.correction()

@@ -112,11 +112,11 @@ class LRFinder(StepBudget):
             return
         self.lrs.append(self._rate)
         # Also of losses that sum: those of steps with fewer samples would be smaller.
-        losses = [*self._smooth.given, total / count]
-        self._smooth.extend(losses, [1.0] * len(losses))
+        self._smooth.add(total / count)
         # The first losses may vary much by chance, and are not used for suggestions either.
-        bound, least = math.inf, min(self.losses)
+        bound = math.inf
         if len(self.losses) > self.n_steps // 10:
+            least = min(self.losses)
             size = least if least > 0 else max(-least, self.losses[0] - least)  # some losses are negative
             bound = least + (_DIVERGED - 1) * size
         self._diverged = not self.losses[-1] <= bound  # true for NaN too

@@ -281,7 +281,7 @@ class Smoother:
     def extend(self, losses: list[float], counts: list[float]) -> None:
         """Add the new losses of the current epoch; the lists have all of them, and what each counts."""
         for loss, count in zip(losses[self._seen :], counts[self._seen :], strict=False):  # a count may come later
-            self._add(loss if count else None)
+            self.add(loss if count else None)
             self._seen += 1
 
     def close(self, losses: list[float | None]) -> None:
@@ -289,7 +289,7 @@ class Smoother:
         length, self._average, self._count = self._epoch_start
         del self.values[length:], self.given[length:]
         for loss in losses:
-            self._add(loss)
+            self.add(loss)
         self._seen, self._epoch_start = 0, (len(self.values), self._average, self._count)
 
     def state_dict(self) -> State:
@@ -305,7 +305,8 @@ class Smoother:
         self._average, self._count = state["average"]
         self._epoch_start = (len(self.values), self._average, self._count)
 
-    def _add(self, loss: float | None) -> None:
+    def add(self, loss: float | None) -> None:
+        """Add a loss; `None` is a step in which nothing counted."""
         if loss is not None:
             self._average = self.beta * self._average + (1 - self.beta) * loss
             self._count += 1

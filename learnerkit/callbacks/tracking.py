@@ -16,7 +16,7 @@ from learnerkit import arguments, distributed
 from learnerkit.callback import Callback
 from learnerkit.callbacks.recorder import check_monitor, monitored
 from learnerkit.callbacks.schedule import check_nobody_schedules
-from learnerkit.callbacks.training import NamedState, StepBudget, StepCounter
+from learnerkit.callbacks.training import NamedState, StepBudget, StepCounter, at_last_batch
 from learnerkit.endings import mark
 from learnerkit.events import CancelException, CancelFitException
 from learnerkit.files import name_or_any_path, place_of
@@ -403,9 +403,8 @@ class ValidateEvery(StepCounter):
     def after_batch(self) -> None:
         super().after_batch()
         learn = self.learn
-        # The epoch's validation follows.
-        at_end = learn.iter + 1 == learn.n_iter or getattr(learn.dl, "is_last", False)
-        if not learn.step_due or self._steps % self.n or at_end:
+        # After the last batch the epoch's validation follows.
+        if not learn.step_due or self._steps % self.n or at_last_batch(learn):
             return
         values = learn.validate()  # every rank must reach this, and does: all ranks count the same steps
         if hasattr(learn, "recorder"):

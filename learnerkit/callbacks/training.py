@@ -13,7 +13,7 @@ from learnerkit.data.position import Position
 from learnerkit.endings import ending_of
 from learnerkit.events import CancelTrainException
 from learnerkit.run_state import in_eval
-from learnerkit.state import State
+from learnerkit.state import Learner, State
 from learnerkit.torch_internals import BatchNorm, Dropout
 from learnerkit.utils import unwrap
 
@@ -125,6 +125,14 @@ class NamedState(Callback):
         """Restore the attributes that are the state."""
         for name in self._state_names:
             setattr(self, name, state[name])
+
+
+def at_last_batch(learn: Learner) -> bool:
+    """Tell whether the present batch is the last of its loader, as far as that is known.
+
+    Of a loader without length several ranks know it: they read an empty batch there, if a step is still to be taken.
+    """
+    return learn.iter + 1 == learn.n_iter or getattr(learn.dl, "is_last", False)
 
 
 class StepCounter(NamedState):

@@ -69,16 +69,16 @@ def of_run(learn: "Learner", error: Exception, text: str) -> str:
             "the loss does not depend on the model's parameters: look for no_grad, detach, .data, .item() or .numpy() "
             "in forward and in the loss"
         )
+    if "through the graph a second time" in text and any(cb.name == "split_batch" for cb in learn.cbs):
+        return (
+            "SplitBatch has made the backward pass of the batch already, and the loss depends on tensors that a hook "
+            "or the model keeps, of this batch or an earlier one: let the model return them, or detach them"
+        )
     recomputes = any(cb.name == "activation_checkpointing" for cb in learn.cbs)
     if recomputes and "utils.checkpoint" in text:
         return (
             "a block computed something else the second time: it depends on more than its inputs, such as a cache; "
             "in a model of transformers set model.config.use_cache = False"
-        )
-    if "through the graph a second time" in text and any(cb.name == "split_batch" for cb in learn.cbs):
-        return (
-            "SplitBatch has made the backward pass of the batch already, and the loss depends on tensors that a hook "
-            "or the model keeps, of this batch or an earlier one: let the model return them, or detach them"
         )
     if recomputes and "inplace operation" in text:
         return (

@@ -62,6 +62,7 @@ class RankStep:
         self.mean = GradientMean(learn._loss_weighting.sums, distributed.world_size())
         self.named: dict[str, nn.Parameter] = {}
         self.params: dict[str, nn.Parameter] = {}
+        self.precision = torch.float32
         self.passes = Passes(self, watches=False)
         self.sends: nn.Module | None = None
         self.kept = self.averages = self.reduced = self.waits = False
@@ -85,6 +86,8 @@ class RankStep:
         self.passes.remove()
         self.named, kept = named, self._are_kept()
         self.params = {name: p for name, p in named.items() if p.requires_grad}
+        is_double = any(p.dtype in _DOUBLE for p in self.params.values())
+        self.precision = torch.float64 if is_double else torch.float32  # in which the ranks' vectors are averaged
         # Before the first step, ranks may differ in the gradients that they have kept; only a sum needs no collective
         # for them.
         self._witness = self._find_witness() if kept or self.mean.sums else None
@@ -203,11 +206,6 @@ class RankStep:
             if counts_something(number):
                 vector[place] = number
         return vector
-
-    @property
-    def precision(self) -> torch.dtype:
-        """The type in which the ranks' vectors are averaged."""
-        return torch.float64 if any(p.dtype in _DOUBLE for p in self.params.values()) else torch.float32
 
     @collective
     def mean_vector(self) -> Tensor:

@@ -65,9 +65,10 @@ class Categories:
                 f"{' and '.join(now)}, such as {values[0]!r}; give it the type that it had"
             )
         numbers = {value: i for i, value in enumerate(self.values, 1)}
-        for value, i in list(numbers.items()):
-            if type(value) is float and np.float32(value) == value:  # 0.1 in single precision is 0.10000000149011612
-                numbers.setdefault(float(str(np.float32(value))), i)
+        with np.errstate(over="ignore"):
+            for value, i in list(numbers.items()):
+                if type(value) is float and (single := np.float32(value)) == value:
+                    numbers.setdefault(float(str(single)), i)  # 0.1 in single precision is 0.10000000149011612
         return np.array([*(numbers.get(value, 0) for value in values), 0], np.int64)[codes]  # a missing one has code -1
 
     def decode(self, number: int) -> Any:
@@ -259,10 +260,9 @@ def zone_name(zone: tzinfo | None) -> str | None:
         return None
     offset = zone.utcoffset(None)  # `None` unless it is the same all year
     name = str(zone if offset is None else timezone(offset))
-    if offset is None:
+    if offset is None and name != "tzlocal()":  # which pandas finds
         try:
-            if name != "tzlocal()":  # pandas finds it
-                ZoneInfo(name)  # cached
+            ZoneInfo(name)  # cached
         except (KeyError, ValueError, OSError) as e:
             raise ValueError(
                 f"got times of the zone {name}, which has no name that pandas finds: give them one by "

@@ -52,7 +52,7 @@ class Dates:
             ValueError: values that are no dates, or that may be read in two ways.
         """
         if column.dtype.kind == "M":
-            return cls(column.name, zone=_zone_of(column))
+            return cls(column.name, zone=zone_name(column.dt.tz))
         texts = texts_in(column)
         ways = ways_to_read(texts)
         read = {way: _read(texts, way) for way in ways}
@@ -61,7 +61,7 @@ class Dates:
                 f"column {column.name!r} has dates such as {str(texts.iloc[0])[:40]!r}, which may be {ways[0]} or "
                 f"{other}; make timestamps of it: pandas.to_datetime(df[{column.name!r}], format={ways[0]!r})"
             )
-        return cls(column.name, ways[0], _zone_of(read[ways[0]])) if ways else cls(column.name)
+        return cls(column.name, ways[0], zone_name(read[ways[0]].dt.tz)) if ways else cls(column.name)
 
     def parts(self, column: "Series") -> "DataFrame":
         """Return a column for each part, such as 'signup_month', with a gap where the date is missing.
@@ -101,10 +101,6 @@ class Dates:
     def from_json(cls, facts: Mapping[str, Any]) -> "Dates":
         """Read what `as_json` has returned."""
         return cls(**facts)
-
-
-def _zone_of(times: "Series") -> str | None:
-    return zone_name(times.dt.tz)
 
 
 def texts_in(column: "Series") -> "Series":

@@ -228,43 +228,45 @@ def test_losses_and_callbacks_see_the_whole_batch(name, where):
     assert difference(fitted(cbs=cbs, **given), split) < tolerance
 
 
+class Returns(nn.Module):
+    """Returns what a function makes of the scores and the labels."""
+
+    def __init__(self, made):
+        super().__init__()
+        self.body, self.made = make_net(), made
+
+    def forward(self, x, labels):
+        return self.made(self.body(x), labels)
+
+
+def fitted_with_own_loss(made, loss_weight, cbs, dls=None):
+    def learner(dls, model, loss, **kwargs):
+        return Learner(dls, model, loss_weight=loss_weight, **kwargs)
+
+    return fitted(None, cbs, lambda: Returns(made), dls=dls, cls=learner)
+
+
 def test_the_parts_of_a_models_loss_are_the_same_columns():
-    class TwoLosses(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body = make_net()
+    def losses(pred, labels):
+        return {"ce": F.cross_entropy(pred, labels), "size": pred.square().mean()}
 
-        def forward(self, x, labels):
-            made = self.body(x)
-            return {"ce": F.cross_entropy(made, labels), "size": made.square().mean()}
-
-    given = {"model": TwoLosses, "cls": lambda dls, model, loss, **kwargs: Learner(dls, model, **kwargs)}
-    given["loss_weight"] = "samples"
-    whole, split = (fitted(cbs=cbs, **given) for cbs in ([], [SplitBatch(2)]))
+    whole, split = (fitted_with_own_loss(losses, "samples", cbs) for cbs in ([], [SplitBatch(2)]))
     assert split.recorder.metric_names == whole.recorder.metric_names
     assert {"ce", "size"} < {*whole.recorder.metric_names}
     assert difference(whole, split) < 1e-9
 
 
 def test_a_batch_of_a_models_own_loss_may_count_nothing():
-    class WithLogits(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body = make_net()
-
-        def forward(self, x, labels):
-            made = self.body(x)
-            return {"loss": F.cross_entropy(made, labels), "logits": made}
-
-    def own(dls, model, loss, **kwargs):
-        return Learner(dls, model, loss_weight=lambda y: (y != -100).sum(), **kwargs)
+    def with_scores(pred, labels):
+        return {"loss": F.cross_entropy(pred, labels), "logits": pred}
 
     data = make_loaders(60).train_ds
     data.tensors[1][20:40] = -100
     found = []
     for cbs in ([], [SplitBatch(2)]):
         dls = DataLoaders(DataLoader(data, ROWS), device="cpu")
-        found.append(fitted(None, [GradientAccumulation(n_batches=2), *cbs], WithLogits, dls=dls, cls=own))
+        cbs = [GradientAccumulation(n_batches=2), *cbs]
+        found.append(fitted_with_own_loss(with_scores, lambda y: (y != -100).sum(), cbs, dls))
     assert difference(*found) < 1e-9
 
 

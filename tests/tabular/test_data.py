@@ -449,6 +449,8 @@ def test_numbers_of_single_precision_are_categories_as_they_are_written():
         assert found.encode(column.astype(other)).tolist() == [1, 2, 3, 1]
     assert found.encode(pd.Series([0.1, 0.2, 0.5, 0.1])).tolist() == [1, 2, 3, 1]
     assert Categories.of(column.astype("category")).encode(column).tolist() == [1, 2, 3, 1]
+    large = pd.Series([1e300, 0.5])
+    assert Categories.of(large).encode(large).tolist() == [2, 1]
 
 
 @pytest.mark.filterwarnings("ignore:overflow")
