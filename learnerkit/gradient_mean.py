@@ -1,12 +1,15 @@
-"""The gradient of a step of several batches: the mean over everything that they count."""
+"""The gradient of a step of several batches: the mean over everything that they count, and its norm."""
 
+import math
 from collections.abc import Collection, Iterable
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from learnerkit.shards import local
+from learnerkit import distributed
+from learnerkit.marks import collective
+from learnerkit.shards import is_shard, local, local_or_zero
 from learnerkit.torch_internals import scale_together
 from learnerkit.values import tensors_in
 
@@ -133,3 +136,27 @@ def scale_each(grads: Collection[Tensor], factor: float | Tensor) -> None:
     for kind in {(g.device, g.dtype) for g in grads}:
         alike = [g for g in grads if (g.device, g.dtype) == kind]
         scale_together(alike, factor.to(*kind) if isinstance(factor, Tensor) else factor)
+
+
+@collective
+def over_ranks(norms: Tensor, norm_type: float) -> Tensor:
+    """Return norms over the rows of all ranks, from those over this rank's rows."""
+    if norm_type == math.inf:
+        return distributed.reduce(norms, "max")
+    return distributed.reduce(norms**norm_type) ** (1 / norm_type)
+
+
+@collective
+def total_norm(grads: Iterable[Tensor], norm_type: float) -> Tensor:
+    """Return the norm over some gradients, which may be shards; every rank must reach this with its rows of them.
+
+    It equals `torch.nn.utils.get_total_norm`, which cannot mix shards and whole tensors.
+    """
+    kinds: dict[bool, list[Tensor]] = {}
+    for grad in grads:
+        kinds.setdefault(is_shard(grad), []).append(local_or_zero(grad))
+    norms = []
+    for are_shards, alike in kinds.items():
+        norm = torch.nn.utils.get_total_norm(alike, norm_type)
+        norms.append(over_ranks(norm, norm_type) if are_shards else norm)
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)

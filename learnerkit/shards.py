@@ -4,7 +4,7 @@ Only sharded training has such tensors (`parallel/sharded.py`). DTensors are rec
 importing their class takes half a second.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -25,6 +25,12 @@ def local(t: Tensor) -> Tensor:
         return t
     with torch.no_grad():
         return t.to_local()  # type: ignore[attr-defined]
+
+
+def local_or_zero(t: Tensor) -> Tensor:
+    """Return this rank's rows, or a zero if it has none: nothing has no largest value."""
+    rows = local(t)
+    return rows if rows.numel() else rows.new_zeros(1)
 
 
 @torch.no_grad()
@@ -120,22 +126,6 @@ def rows_for(named: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:
         else value
         for name, value in named.items()
     }
-
-
-@collective
-def total_norm(grads: Iterable[Tensor], norm_type: float) -> Tensor:
-    """Return the norm over some gradients, which may be shards.
-
-    It equals `torch.nn.utils.get_total_norm`, which cannot mix shards and whole tensors.
-    """
-    kinds: dict[bool, list[Tensor]] = {}
-    for grad in grads:
-        kinds.setdefault(is_shard(grad), []).append(grad)
-    norms = []
-    for are_shards, alike in kinds.items():
-        norm: Any = torch.nn.utils.get_total_norm(alike, norm_type)
-        norms.append(norm.full_tensor() if are_shards and is_shard(norm) else norm)
-    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
 
 
 def owners(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:

@@ -430,6 +430,7 @@ for event in ("before_epoch", "before_batch"):
 CALLBACKS: dict[str, Callable[[], Any]] = {
     "clip by norm": lambda: learnerkit.GradientClip(0.05),
     "clip each": lambda: learnerkit.GradientClip(0.02, each=True),
+    "clip each by the greatest": lambda: learnerkit.GradientClip(0.002, norm_type=float("inf"), each=True),
     "clip by value": lambda: learnerkit.GradientClip(max_value=0.003),
     "clip by another norm": lambda: learnerkit.GradientClip(0.5, norm_type=1.0),
     "clip by the greatest": lambda: learnerkit.GradientClip(0.01, norm_type=float("inf")),

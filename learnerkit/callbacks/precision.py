@@ -14,8 +14,9 @@ from learnerkit import arguments, distributed, optim
 from learnerkit.callback import Callback
 from learnerkit.data.batches import in_float32
 from learnerkit.events import CancelStepException
+from learnerkit.gradient_mean import over_ranks, total_norm
 from learnerkit.marks import collective
-from learnerkit.shards import is_shard, local, total_norm
+from learnerkit.shards import is_shard, local, local_or_zero
 from learnerkit.state import Learner, State
 from learnerkit.text import did_you_mean, first_few
 from learnerkit.torch_internals import (
@@ -273,10 +274,9 @@ class GradientClip(Callback):
     @collective
     def _norms_of_each(self, grads: list[Tensor]) -> list[Tensor]:
         "Return the norm of each gradient."
-        norms, p = norms_of_each(list(map(local, grads)), self.norm_type), self.norm_type
+        norms = norms_of_each(list(map(local_or_zero, grads)), self.norm_type)
         if shards := [i for i, grad in enumerate(grads) if is_shard(grad)]:
-            row = torch.stack([norms[i] for i in shards])
-            row = distributed.reduce(row, "max") if p == math.inf else distributed.reduce(row**p) ** (1 / p)
+            row = over_ranks(torch.stack([norms[i] for i in shards]), self.norm_type)
             for i, norm in zip(shards, row.unbind(), strict=True):
                 norms[i] = norm
         return norms

@@ -10,7 +10,7 @@ import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, lru_cache
 from types import CodeType, FunctionType, ModuleType
 from typing import IO, Any
 
@@ -66,6 +66,8 @@ def make_pickler(known: Mapping[int, int]) -> Any:
                 return importlib.import_module, (obj.__name__,)
             if isinstance(obj, CodeType):  # cloudpickle 3.1.3 forgets the code's file, that is, the cell
                 return _code_of_file, (*self.dispatch_table[CodeType](obj), obj.co_filename)
+            if isinstance(obj, _CACHED) and obj.__module__ == "__main__":  # it pickles itself by its name
+                return _cached, (obj.__wrapped__, obj.cache_parameters())
             if isinstance(obj, cached_property):  # it has a lock in Python 3.11
                 return cached_property, (obj.func,), {"attrname": obj.attrname}
             if isinstance(obj, DataLoader) and type(obj).__getstate__ is object.__getstate__:
@@ -89,6 +91,13 @@ def make_pickler(known: Mapping[int, int]) -> Any:
             return file, path
 
     return Pickler()
+
+
+_CACHED = type(lru_cache(len))
+
+
+def _cached(function: Callable, parameters: dict[str, Any]) -> Any:
+    return lru_cache(**parameters)(function)
 
 
 def _code_of_file(make: Callable[..., CodeType], args: tuple, file: str) -> CodeType:
@@ -127,8 +136,8 @@ def dump_error(error: BaseException) -> bytes:
     for whole in (error, (type(error), error.args, vars(error))):
         with suppress(Exception):
             data = pickle.dumps(whole)  # classes of cells by name: cloudpickle would change the kernel's own
-            pickle.loads(data)  # noqa: S301 - it was just made
-            return data
+            if str(load_error(data)) == str(error):  # an `__init__` may put its text around the finished one
+                return data
     return b""
 
 

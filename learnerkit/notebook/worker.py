@@ -5,6 +5,7 @@ not reach it. It ends with the kernel, and its loader workers with it. Between t
 process group: the learner lives in the kernel.
 """
 
+import builtins
 import faulthandler
 import gc
 import io
@@ -42,6 +43,8 @@ def serve(fd: int, front: str) -> None:
     if front == "notebook" and distributed.rank() == 0:
         sys.stdout, sys.stderr = server.make_stream("stdout"), server.make_stream("stderr")
         server.make_shell()
+    elif front == "notebook":
+        builtins.display = lambda *args, **kwargs: None  # type: ignore[attr-defined]  # these ranks show nothing
     server.run()
 
 

@@ -46,8 +46,11 @@ TOLD: tuple[Any, ...] = (SAVE, INTERRUPT, END, *LEAVING)
 """The requests and reasons to leave that ranks tell each other, by a flag for each."""
 
 
-BACKWARD, STEP, AFTER_BATCH, NEXT_BATCH = 1, 2, 3, 4
-"""The points of a batch that a rank may skip while other ranks wait there."""
+BACKWARD, STEP, AFTER_BATCH, NEXT_BATCH = 1, 10**6, 10**6 + 1, 10**6 + 2
+"""The points of a batch that a rank may skip while other ranks wait there.
+
+Those between the first two are the collectives of callbacks in `after_backward` and `before_step`.
+"""
 
 _PLACES: dict[str, int] = {
     event: i for i, event in enumerate(INNER_EVENTS) if not event.startswith(("after_cancel_", "cleanup_"))
@@ -236,7 +239,10 @@ class Agreement:
         # here, too. In a training batch, the rank takes part in the collective instead.
         if not (self.learn.training and self.event in INNER_EVENTS):
             self.vote()
-        elif self.learn.shards is not None:
+            return
+        if self.event in ("after_backward", "before_step"):
+            self.left_batch.step.come_to_collective()
+        if self.learn.shards is not None:
             self.learn.shards.help()
 
     # The loop

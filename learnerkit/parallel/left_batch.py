@@ -10,7 +10,7 @@ from learnerkit.events import CancelException
 from learnerkit.gradient_mean import StepGradient, counts_something
 from learnerkit.losses import output_of, pass_kept
 from learnerkit.marks import collective
-from learnerkit.parallel.agreement import STEP
+from learnerkit.parallel.agreement import BACKWARD, STEP
 from learnerkit.parallel.model_checks import joined_norms, rank_norms
 from learnerkit.parallel.rank_step import RankStep
 from learnerkit.utils import overrides, synced_norms
@@ -76,7 +76,7 @@ class LeftBatch(Callback):
         """Join, with weight 0, the collectives of this batch in which this rank has not taken part."""
         learn, step = self.learn, self.step
         self.finish_backward()
-        if learn.step_due and float(step.mean.counted):  # a host-device sync, only where a rank has left a batch
+        if learn.step_due:
             self.step_unless_all_skip()
         if step.stepped and step.dispatch.resume("after_step"):
             learn._zero_grad()  # the other ranks clear their gradients, too
@@ -112,9 +112,13 @@ class LeftBatch(Callback):
                 with suppress(CancelException):  # a hook of the model raises it again
                     learn._forward()
             cast(StepGradient, learn._gradient).backward()
-        # No rank had data: the batch leaves no trace.
-        if learn.step_due and not (step.kept or float(step.mean.counted)):
-            learn._zero_grad()
+
+    def _clear_what_counts_nothing(self) -> bool:
+        """Clear the gradients of a step in which nothing counts, and tell whether it is one. A host-device sync."""
+        nothing = self.learn.step_due and not float(self.step.mean.counted)
+        if nothing and not self.step.kept:
+            self.learn._zero_grad()
+        return nothing
 
     @collective
     def step_unless_all_skip(self) -> None:
@@ -122,16 +126,20 @@ class LeftBatch(Callback):
         step, dispatch = self.step, self.step.dispatch
         if step.stepped is not None:
             return
-        events = ["after_backward", "before_step"]
-        if step.all_skip(STEP):
-            # If all ranks have cancelled the last batch of an accumulated step, the step is taken from the other
-            # batches.
-            if distributed.reduce(int(counts_something(step.count)), "max", among="votes"):
-                step.stepped = False
-                return
-            del events[0]
-        for event in events:
-            dispatch.resume(event)  # clipping, for example, must run as on the other ranks
+        all_skip = step.all_skip(max(step.point, BACKWARD) + 1)
+        if not all_skip:  # a rank steps, or waits in a collective before the step
+            dispatch.resume("after_backward")  # clipping, for example, must run as on the other ranks
+            dispatch.resume("before_step")
+            step.point = STEP - 1
+            all_skip = step.all_skip(STEP)
+        # If all ranks have cancelled the last batch of an accumulated step, the step is taken from the other batches.
+        if all_skip and (
+            self._clear_what_counts_nothing()
+            or distributed.reduce(int(counts_something(step.count)), "max", among="votes")
+        ):
+            step.stepped = False
+            return
+        dispatch.resume("before_step")
         self.learn._step()
         step.note_optimizer_step()
 
@@ -145,6 +153,7 @@ class LeftBatch(Callback):
                 "`learn.loss_grad` in before_backward instead, of which the loop makes the pass, or override _backward"
             )
         self.finish_backward()
+        self._clear_what_counts_nothing()
 
     after_cancel_step, after_cancel_batch = step_unless_all_skip, finish_batch
 

@@ -47,7 +47,7 @@ class RankStep:
         kept: `.grad` already holds an earlier batch's gradients, because a callback skipped the step.
         number: grows with each batch, the same on every rank, once this rank has skipped nothing more of the last
             batch.
-        averages: this rank averages the gradients of the parameters in `params`, as the other ranks may ask.
+        point: the last point before the optimizer step that this rank has reached, as the other ranks may ask.
         reduced: this rank has taken part in the reduction of the batch's gradients.
         stepped: the optimizer has stepped after the batch; False: all ranks skip the step; `None`: neither so far.
         agree: called before the gradients of each batch, on every rank; the ranks may agree on something in it.
@@ -65,7 +65,8 @@ class RankStep:
         self.precision = torch.float32
         self.passes = Passes(self, watches=False)
         self.sends: nn.Module | None = None
-        self.kept = self.averages = self.reduced = self.waits = False
+        self.kept = self.reduced = self.waits = False
+        self.point = 0
         self.joined = ExitStack()
         self.agree: Callable[[], None] = lambda: None
         self.stepped: bool | None = None
@@ -111,7 +112,7 @@ class RankStep:
                 f"rank {distributed.rank()} has frozen or unfrozen {first_few(changed)}, and another rank has not: "
                 "freeze the same parameters on every rank, at the same step (errors.html#unused-parameters)"
             )
-        self.averages = True
+        self.point = BACKWARD
         return bool(changed)
 
     def start(self) -> None:
@@ -124,7 +125,7 @@ class RankStep:
         """Begin a batch, or the training, with new points for which other ranks may wait."""
         self.dispatch.begin()
         self.reduced, self.stepped = False, None
-        self.averages = False
+        self.point = 0
         self.number += 1
         if self.passes.watches:
             self.passes.close()
@@ -282,6 +283,10 @@ class RankStep:
         with distributed.before_collective(None):
             return distributed.reduce(int(with_data), among="votes")
 
+    def come_to_collective(self) -> None:
+        """Record that this rank has come to another collective before the optimizer step."""
+        self.point = max(self.point, BACKWARD) + 1
+
     def all_skip(self, point: int) -> bool:
         """Tell whether every rank skips a point of the batch; ranks that reach the point never call this."""
         return self.agreement.watch.all_skip(NEXT_BATCH * self.number + point)
@@ -291,7 +296,7 @@ class RankStep:
         begin = NEXT_BATCH * self.number  # read first: the attributes below may soon be those of the next batch
         if self.dispatch.has_passed("after_batch") and (self.stepped is not None or not self.learn.step_due):
             return begin + AFTER_BATCH
-        return begin + (STEP if self.stepped else BACKWARD * self.averages)
+        return begin + (STEP if self.stepped else self.point)
 
 
 # DDP

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from learnerkit import distributed, optim, run_state
 from learnerkit.arguments import check_count
 from learnerkit.callback import Callback
+from learnerkit.callbacks.augmentation import Mixing
 from learnerkit.callbacks.progress import ProgressCallback
 from learnerkit.checkpoints.callback import CheckpointCallback
 from learnerkit.data.batches import on_host
@@ -26,6 +27,7 @@ from learnerkit.data.stream import Seeded
 from learnerkit.distributed import seeds
 from learnerkit.endings import ExceptionReport
 from learnerkit.events import CancelFitException
+from learnerkit.inspection.undoing import check_shaped
 from learnerkit.losses import UNKNOWN_COUNT, doubtful_count, loss_sums
 from learnerkit.marks import collective, not_collective
 from learnerkit.metrics import DEPENDS_ON_CUT
@@ -35,13 +37,13 @@ from learnerkit.parallel.loaders import RankLoader
 from learnerkit.preflight.report import HINT, NOTHING, OK, WRONG, Finding, Report
 from learnerkit.processes.forks import LATE, cause, join_forks, run_in_forks
 from learnerkit.state import Learner
-from learnerkit.text import escaped
+from learnerkit.text import escaped, first_few
 from learnerkit.torch_internals import BatchNorm, Dropout
 from learnerkit.utils import unwrap
 from learnerkit.values import digests, map_batch, tensors_in
 
 TOLERANCE = 1e-5
-"""The difference that counts as rounding: a share of the largest value, or for weights of the largest update."""
+"""The difference that counts as rounding: a share of a tensor's largest value, or for weights of the largest update."""
 
 DOUBLE = 1e-10
 """The largest share that rounding in float64 alone makes up; more is that of float32."""
@@ -123,6 +125,7 @@ def _check_call(learn: "Learner", n: int, steps: int) -> None:
             f"check_distributed starts processes of its own, and this one is rank {distributed.rank()} of "
             f"{distributed.world_size()} already: call it in a plain `python` process or a notebook, without a launcher"
         )
+    check_shaped([learn.model])
     within = "distrib_ctx" if vars(learn)["_workers"] else learn.task  # of a notebook, whose store a fork would end
     if within is not None:
         raise RuntimeError(f"check_distributed was called during {within!r}; call it before, or between two runs")
@@ -277,6 +280,7 @@ class _Notes(Callback):
 
     def before_train(self) -> None:
         learn = self.learn
+        self.draws = any(isinstance(cb, Mixing) for cb in learn.cbs)
         for norm in _norms(learn.model):
             norm.eval()
         holder, name = (learn.dl, "loader") if isinstance(learn.dl, RankLoader) else (learn, "dl")
@@ -286,8 +290,8 @@ class _Notes(Callback):
             setattr(holder, name, with_batches(loader, batch_sampler=noted))
 
     def after_loss(self) -> None:
-        torch_seeds, python_seeds, _ = seeds.seed_states()
-        self.draws |= not torch.equal(torch_seeds, self.seeds[0]) or python_seeds != self.seeds[1]
+        torch_seeds, *others = seeds.seed_states()
+        self.draws |= not torch.equal(torch_seeds, self.seeds[0]) or repr(others) != repr([*self.seeds[1:]])
         self.unknown = doubtful_count(self.learn)
 
     def after_batch(self) -> None:
@@ -350,6 +354,8 @@ def _likely_reason(one: dict, wrong: set[str], first_alike: bool, apart: str, pa
         padded: the batches of ranks have other shapes than those of one process.
     """
     if apart:
+        if "differ in buffer" in apart:
+            return f"the model changes a buffer by the rank's own samples: {apart}"
         return f"a callback that acts on some ranks alone: {apart}"
     if one["draws"]:
         return (
@@ -419,15 +425,17 @@ def _first_apart(steps: list[tuple]) -> str:
     return ""
 
 
-def _judge_equal(mine: dict[str, Tensor], others: list[dict[str, Tensor]], scale: float | None = None) -> Finding:
+def _judge_equal(mine: dict[str, Tensor], others: list[dict[str, Tensor]], update: float | None = None) -> Finding:
     """Compare named tensors with those of each rank, or of all together; name the first difference beyond rounding.
 
-    Rounding makes up a share of `scale`, by default of the largest value.
+    Rounding makes up a share of `update`, the largest update, or of each tensor's own largest value.
     """
-    of = "values" if scale is None else "updates"
-    scale = max(map(_largest, mine.values()), default=0.0) if scale is None else scale
-    largest = 0.0
+    of = "values" if update is None else "updates"
+    greatest = max(map(_largest, mine.values()), default=0.0) if update is None else update
+    largest, single = 0.0, ""
     for (what, a), rank in product(mine.items(), range(len(others))):
+        # A value near 0, such as a mean of differences, is compared with 1: it may be computed from larger ones.
+        scale = max(_largest(a), min(1.0, greatest)) if update is None else update
         b, who = others[rank][what], f"rank {rank}" if len(others) > 1 else "all ranks together"
         if a.shape != b.shape:
             return Finding(WRONG, f"{what}: {tuple(b.shape)} on {who}, {tuple(a.shape)} on one process")
@@ -436,9 +444,13 @@ def _judge_equal(mine: dict[str, Tensor], others: list[dict[str, Tensor]], scale
         if apart.any():
             at = tuple(apart.nonzero()[0].tolist())
             return Finding(WRONG, f"{what}{list(at) or ''}: {b[at]:.6g} on {who}, {a[at]:.6g} on one process")
-        largest = max(largest, _largest(_wide(a) - _wide(b)))
-    single = ": rounding of float32, in which the learner computes, or a part of it" if largest > DOUBLE * scale else ""
-    return Finding(OK, f"largest difference {largest:.1e}, {of} up to {scale:.2g}{single}")
+        difference = _largest(_wide(a) - _wide(b))
+        largest = max(largest, difference)
+        if difference > DOUBLE * scale:
+            single = ": rounding of float32, in which the learner computes, or a part of it"
+    if odd := [what for what, a in mine.items() if not a.isfinite().all()]:
+        return Finding(HINT, f"NaN or infinite values, alike on one process: {first_few(odd)}")
+    return Finding(OK, f"largest difference {largest:.1e}, {of} up to {greatest:.2g}{single}")
 
 
 def _largest(t: Tensor) -> float:

@@ -77,6 +77,7 @@ TOPICS = (
 """The topics, in the order of the report."""
 
 _ALWAYS = {*TOPICS[:6], "validation"}  # the topics that every check should reach
+_NOT_REACHED = [Finding(NOTHING, "not reached")]
 
 
 def of_all_ranks(everyone: Sequence[Mapping[str, list[Finding]]]) -> dict[str, list[Finding]]:
@@ -91,10 +92,14 @@ def of_all_ranks(everyone: Sequence[Mapping[str, list[Finding]]]) -> dict[str, l
             f._replace(text=f"{f.text} (rank {first_few(ranks[f])})")
             if f.mark in (HINT, WRONG) and len(ranks[f]) < len(everyone)
             else f
-            for f in notable(ranks) or [Finding(NOTHING, "not reached")] * (topic in _ALWAYS)
+            for f in notable(ranks) or _NOT_REACHED * (topic in _ALWAYS)
         ]
     if any(f.mark == WRONG for topic in TOPICS[:-1] for f in merged[topic]):
         del merged["other ranks"]  # The others have only followed.
+    elif merged["optimizer"] == _NOT_REACHED and not merged["other ranks"]:
+        mark = WRONG if merged["loss"] == _NOT_REACHED else HINT  # some callbacks accumulate gradients by cancels
+        text = "no step was taken: a callback, or the learner, has cancelled the batch or the training before it"
+        merged["optimizer"] = [Finding(mark, text)]
     return merged
 
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Subset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Subset, SubsetRandomSampler
 
 from learnerkit import arguments, distributed, parallel
 from learnerkit.callback import Callback
@@ -288,33 +288,39 @@ class _Source:
     """A loader, the samples that it may draw, and which of them are large.
 
     Attributes:
-        n: how many samples it has.
+        n: how many samples a pass over it has.
         size: samples of a batch as it is.
-        order: the samples from the largest on.
+        order: the indices of samples, from the largest on.
         what: which they are, in words.
         longest: the length of the longest, if a budget of tokens decides how many samples a batch has.
     """
 
     def __init__(self, dl: DataLoader) -> None:
         batches: Any = dl.batch_sampler
-        self.dl, self.n = dl, loader_len(dl.dataset) or 0
+        sampler = getattr(batches, "sampler", None)
+        rows: Sequence[int] = range(loader_len(dl.dataset) or 0)
+        rows = sampler.indices if isinstance(sampler, SubsetRandomSampler) else rows
+        self.dl, self.n = dl, min(len(rows), loader_len(sampler) or len(rows))
         self.longest: int | None = None
         lengths = _lengths(dl.dataset)
         if isinstance(batches, LengthBatches):
             lengths = batches.lengths
             self.longest = max(1, int(lengths.max()))
         self.size = batches.batch_size if self.longest is None else max(1, batches.tokens // self.longest)
-        self.order: Sequence[int] = range(self.n)
+        self.order = rows
         self.what = "samples of one size"
         if lengths is not None:
-            self.order, self.what = lengths.argsort(descending=True, stable=True).tolist(), "the longest samples"
+            largest = lengths[torch.as_tensor(rows)].argsort(descending=True, stable=True).tolist()
+            self.order, self.what = [rows[i] for i in largest], "the longest samples"
         elif not getattr(dl, "reads_rows", False):
-            read = torch.linspace(0, self.n - 1, min(READ, self.n), dtype=torch.float64).long().tolist()
+            places = torch.linspace(0, len(rows) - 1, min(READ, len(rows)), dtype=torch.float64).long().tolist()
+            read = [rows[i] for i in places]
             with keep_seeds(dl):
                 sizes = {i: _size(dl.dataset[i]) for i in read}
             if len({*sizes.values()}) > 1:
                 self.order = sorted(read, key=lambda i: -sizes[i])
-                self.what = f"the largest of {'all' if len(read) == self.n else f'{len(read)} of'} {self.n} samples"
+                some = "all" if len(read) == len(rows) else f"{len(read)} of"
+                self.what = f"the largest of {some} {len(rows)} samples"
 
     def batches(self, size: int, n: int) -> DataLoader:
         """Return a copy of the loader with `n` batches of the largest samples; they repeat where fewer are known."""

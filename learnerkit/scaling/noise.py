@@ -15,14 +15,14 @@ from learnerkit.callbacks.precision import MixedPrecision, predictions_in_float3
 from learnerkit.callbacks.splitting import SplitBatch
 from learnerkit.data.batches import in_float32, likely_sizes
 from learnerkit.events import CancelException
-from learnerkit.gradient_mean import host_count
+from learnerkit.gradient_mean import host_count, total_norm
 from learnerkit.host_scalars import HostScalars
 from learnerkit.inspection.undoing import trial
 from learnerkit.losses import batch_count, loss_sums
 from learnerkit.marks import collective, not_collective
 from learnerkit.parallel import will_shard
 from learnerkit.parallel.distributed import member_of
-from learnerkit.shards import local, total_norm
+from learnerkit.shards import local
 from learnerkit.state import State
 from learnerkit.torch_internals import BatchNorm, remove_hooks
 from learnerkit.utils import add_note_once, overrides, unwrap

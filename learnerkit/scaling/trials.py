@@ -193,7 +193,7 @@ def with_workers(dl: Any, workers: int) -> Any:
 def with_larger_batches(dl: Any) -> Any:
     """Return a loader with batches twice as large; `None` if its batches are not known to be plain."""
     batches: Any = getattr(dl, "batch_sampler", None)
-    if not (has_index(dl) and isinstance(batches, BatchSampler)):
+    if not (has_index(dl) and type(batches) is BatchSampler):
         return None
     size = 2 * batches.batch_size
     made = type(batches)(batches.sampler, size, batches.drop_last)

@@ -332,9 +332,14 @@ class Damaged(Exception):
         self.line = line
 
 
+class Wrapped(Exception):
+    def __init__(self, code):
+        super().__init__(f"code {code}")
+
+
 def test_an_error_arrives_as_what_it_is():
     unicode = UnicodeDecodeError("utf-8", b"a", 0, 1, "because")
-    for error in (Damaged("a.csv", 3), unicode, OSError(2, "gone"), ValueError("x")):
+    for error in (Damaged("a.csv", 3), Wrapped(5), unicode, OSError(2, "gone"), ValueError("x")):
         error.add_note("a note")
         found = pickling.load_error(pickling.dump_error(error))
         assert (type(found), str(found), found.__notes__) == (type(error), str(error), ["a note"])

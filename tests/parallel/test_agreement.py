@@ -584,6 +584,47 @@ def test_other_callbacks_go_on_with_what_a_cancel_has_stopped_on_one_rank(kind, 
 
 
 @on_ranks
+@pytest.mark.parametrize(
+    ("kind", "event"),
+    [
+        ("CancelStepException", "before_step"),
+        pytest.param("CancelBatchException", "after_backward", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_cancels_before_a_step_comes_to_the_collectives_before_it(kind, event):
+    leave, everyone = throw(exception(kind)()), tuple(range(N))
+    meet, again = (Callback(before_step=lambda cb: distributed.reduce(1), order=order) for order in (20, 60))
+    learn = make_learner([Do(event, leave), meet, again])
+    error, took = fit(learn)
+    assert error is None, error
+    check_after(learn, took=took)
+    # The others cancel the step between the two collectives, so that all ranks do.
+    all_cancel = make_learner([Do(event, leave), meet, Do("before_step", leave, everyone[:-1], order=40), again])
+    error, _ = fit(all_cancel)
+    assert error is None, error
+    alone = make_learner(Do(event, leave, everyone))
+    with distributed.alone(), alone.no_logging():
+        alone.fit(2)
+    for a, b in zip(weights(all_cancel), weights(alone), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@on_ranks
+@kinds(CancelBatchException, slow=[CancelStepException])
+def test_a_batch_that_all_ranks_with_data_cancel_trains_a_rank_without_data_alike(kind):
+    def leave(cb):
+        if cb.training and cb.batch_size and cb.iter == cb.n_iter - 1:
+            raise exception(kind)
+
+    for event in ("before_batch", "after_loss") if kind == "CancelBatchException" else ("before_step",):
+        learn = make_learner(Callback(**{event: leave}))
+        learn.dls = DataLoaders.from_datasets(make_data(8 * N + 1), make_data(11), bs=8)
+        error, took = fit(learn)
+        assert error is None, error
+        check_after(learn, took=took)
+
+
+@on_ranks
 def test_a_hook_that_has_cancelled_is_not_called_again():
     calls = []
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 
-from learnerkit import Callback, DataLoaders, Learner, accuracy, distributed
+from learnerkit import Callback, DataLoaders, Learner, MixUp, accuracy, distributed
 from learnerkit.preflight.ranks import check_distributed
 from learnerkit.utils import unwrap
 
@@ -225,6 +225,22 @@ class Centred(Functional):
         return self.linear(x if self.training else x - x.mean(0))
 
 
+class Mean(Functional):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x):
+        if self.training:
+            self.mean.lerp_(x.mean(0), 0.1)
+        return self.linear(x)
+
+
+class NumpyNoise(Functional):
+    def forward(self, x):
+        return self.linear(x * np.random.rand() if self.training else x)
+
+
 class Scaled(Callback):
     run_valid = False
 
@@ -356,6 +372,21 @@ def highest(pred, target):
             "each rank pads its piece of a batch to the longest sample in it",
         ),
         (lambda: make(metrics=highest), {"validation"}, {"validation": "metric 1: "}, "a metric that is not a mean"),
+        slow(
+            lambda: make(loss_func=lambda pred, target: 1e6 * F.cross_entropy(pred, target), metrics=highest),
+            {"validation"},
+            {"validation": "metric 1: "},
+            "a metric that is not a mean",
+        ),
+        pytest.param(
+            lambda: make(Mean()),
+            {"weights"},
+            {"weights": "mean"},
+            "the model changes a buffer by the rank's own samples: ",
+            marks=[pytest.mark.slow, pytest.mark.filterwarnings("ignore:each rank makes mean")],
+        ),
+        slow(lambda: make(cbs=MixUp()), NAMES - {"samples"}, {"losses": "step 1: "}, "draws random numbers in a step"),
+        slow(lambda: make(NumpyNoise()), NAMES - {"samples"}, {"losses": "step 1: "}, "draws random numbers in a step"),
         soak(lambda: make(Centred()), {"validation", "predictions"}, {"predictions": r"output 0\[0, 0\]"}, "a metric"),
     ],
     ids=[
@@ -368,6 +399,10 @@ def highest(pred, target):
         "own loss",
         "padding",
         "metric",
+        "metric beside a large loss",
+        "buffer",
+        "mixing",
+        "numpy",
         "predictions",
     ],  # fmt: skip
 )
@@ -549,6 +584,21 @@ def test_the_check_of_ranks_is_refused_during_a_fit():
     learn = make(cbs=Callback(before_fit=lambda cb: check_distributed(cb.learn)))
     with pytest.raises(RuntimeError, match="called during 'fit'"):
         learn.fit(1)
+
+
+def test_a_model_without_shapes_is_refused():
+    with pytest.raises(ValueError, match=r"0.weight of Sequential has no shape .*learn.validate\(\)"):
+        check_distributed(make(nn.Sequential(nn.LazyLinear(3))))
+
+
+@pytest.mark.slow
+def test_numbers_that_are_not_finite_are_told(capsys):
+    found, report, _ = verdict(capsys, make(loss_func=lambda pred, target: pred.sum() * torch.nan))
+    assert found is True
+    assert report["losses"] == (
+        "??",
+        "NaN or infinite values, alike on one process: step 1, step 2, step 3, step 4, step 5",
+    )
 
 
 @pytest.mark.parametrize("wrong", [{"n": 1}, {"n": 2.0}, {"steps": 0}])

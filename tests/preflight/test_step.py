@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 from learnerkit import Callback, DataLoaders, GradientAccumulation, Learner, accuracy
 from learnerkit.callbacks.debugging import OverfitBatch, ShortEpochCallback
-from learnerkit.events import CancelStepException
+from learnerkit.events import CancelBatchException, CancelFitException, CancelStepException
 from learnerkit.preflight.step import check
 
 pytestmark = pytest.mark.filterwarnings("ignore:mixed precision with float16 is some 30 times slower on a CPU")
@@ -413,6 +413,26 @@ def test_several_problems_are_all_told(capsys):
     found, last = checked(capsys, learn, False)
     assert last == "3 problems (errors.html#check-findings)"
     assert {topic for topic, (mark, _) in found.items() if mark == "!!"} == {"gradients", "optimizer", "metrics"}
+
+
+@pytest.mark.usefixtures("without_memory")
+@pytest.mark.parametrize(
+    ("event", "error", "well"),
+    [
+        ("before_batch", CancelBatchException, False),
+        ("before_fit", CancelFitException, False),
+        ("after_backward", CancelBatchException, True),  # gradients may be accumulated so
+    ],
+)
+def test_a_step_that_is_not_taken_is_told(event, error, well, capsys):
+    def leave(cb):
+        if cb.training or event == "before_fit":
+            raise error
+
+    found, _ = checked(capsys, make_learner(cbs=Callback(**{event: leave})), well)
+    mark, text = found["optimizer"]
+    assert mark == ("??" if well else "!!")
+    assert text.startswith("no step was taken: a callback, or the learner, has cancelled the batch")
 
 
 def test_a_check_in_mid_run_is_refused():

@@ -11,7 +11,16 @@ from helpers import assert_same_state, make_data, make_learner, make_model, most
 from scaling_jobs import Counts
 from torch import nn
 from torch.optim import SGD, AdamW
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Subset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+)
 
 from learnerkit import Callback, DataLoaders, GradientAccumulation, Learner, TextClassifier, TextData, scaled_lr
 from learnerkit.data.lengths import LengthBatches
@@ -202,6 +211,16 @@ def test_all_batches_have_the_largest_samples(memory, tell):
     assert set(train.read[: 8 if tell else 58][0 if tell else 50 :]) == four
     ragged(Subset(Ragged(lengths, tell), [5, 9, 11]), seen=(seen := []), bs=1).find_batch_size()
     assert seen[0] == (True, (1, max(lengths[i] for i in (5, 9, 11))))
+
+
+@pytest.mark.parametrize("tell", [False, True])
+def test_a_sampler_of_a_part_leaves_the_others_out(memory, tell):
+    train = Ragged([9] * 40 + [50] * 60, tell)
+    learn = ragged(train, seen=(seen := []), sampler=SubsetRandomSampler([*range(20), 30]))
+    found = learn.find_batch_size()
+    assert {shape[1] for _, shape in seen} == {9}
+    assert set(train.read) <= {*range(20), 30}
+    assert (found.batch_size, found.effective, found.lr) == (21, 21, pytest.approx(0.1 * 21 / 4))
 
 
 def test_a_batch_sampler_of_the_users_own_tells_its_size(memory):

@@ -7,6 +7,7 @@ from statistics import median
 import pytest
 import torch
 from helpers import make_dls, make_learner
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
 from learnerkit import Callback, GradientAccumulation, Learner
 from learnerkit.scaling.parts import (
@@ -21,7 +22,7 @@ from learnerkit.scaling.parts import (
     slowest,
     waiting,
 )
-from learnerkit.scaling.trials import run_trial
+from learnerkit.scaling.trials import run_trial, with_larger_batches
 
 
 def steps_of(n=20, seed=0, noise=0.05, **parts):
@@ -158,3 +159,16 @@ def test_a_trial_leaves_the_learner_as_it_was(monkeypatch):
     assert learn.sleepy.times == []
     assert learn.opt is None
     assert torch.initial_seed() == 3
+
+
+class OneLength(BatchSampler):
+    """Its arguments are others than torch's."""
+
+    def __init__(self, n, size):
+        super().__init__(SequentialSampler(range(n)), size, False)
+
+
+def test_only_batches_that_are_plain_are_made_larger():
+    data = TensorDataset(torch.zeros(8, 1))
+    assert with_larger_batches(DataLoader(data, 2)).batch_size == 4
+    assert with_larger_batches(DataLoader(data, batch_sampler=OneLength(8, 2))) is None
