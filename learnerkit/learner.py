@@ -101,7 +101,7 @@ from learnerkit.utils import (
     unwrap,
     warn,
 )
-from learnerkit.values import map_batch
+from learnerkit.values import TensorFunction, map_batch
 
 if TYPE_CHECKING:
     import learnerkit as lk
@@ -863,7 +863,7 @@ class Learner(RunState):
         with_input: bool = False,
         with_loss: bool = False,
         with_decoded: bool = False,
-        act: Callable[[Tensor], Tensor] | None = None,
+        act: TensorFunction | None = None,
         probs: bool = False,
         on: str = "all",
         cbs: Callbacks = None,
@@ -899,7 +899,7 @@ class Learner(RunState):
         return gather.items
 
     @public
-    def predict(self, item: Any, act: Callable[[Tensor], Tensor] | None = None, probs: bool = False) -> Prediction:
+    def predict(self, item: Any, act: TensorFunction | None = None, probs: bool = False) -> Prediction:
         """Return the prediction for one input: `label, decoded, pred = learn.predict(x)`.
 
         The callbacks see it as a batch of one sample. Modes and records are not changed, and neither are random
@@ -926,7 +926,7 @@ class Learner(RunState):
 
     @public
     def predict_many(
-        self, items: list[Any], act: Callable[[Tensor], Tensor] | None = None, probs: bool = False
+        self, items: list[Any], act: TensorFunction | None = None, probs: bool = False
     ) -> list[Prediction]:
         """Return the predictions for several inputs, as `predict` does, from one batch: for a service.
 
@@ -951,7 +951,7 @@ class Learner(RunState):
             heard = any(type(cb) not in _LEFT_OUT and acts_in_evaluation(cb) for cb in self.cbs)
             return (self._predict_in_loop if heard or overrides(self, "_forward") else self._predict_alone)(items, act)
 
-    def _predict_alone(self, items: list[Any], act: Callable[[Tensor], Tensor] | None) -> list[Prediction]:
+    def _predict_alone(self, items: list[Any], act: TensorFunction | None) -> list[Prediction]:
         """Predict like the loop on a batch for which no callback has a hook; this learner does not change."""
         model, nested = unwrap(self.model), self._dispatch is not None
         device = self.dls.device
@@ -979,7 +979,7 @@ class Learner(RunState):
                 raise
 
     @not_collective("it runs in `distributed.alone()`")
-    def _predict_in_loop(self, items: list[Any], act: Callable[[Tensor], Tensor] | None) -> list[Prediction]:
+    def _predict_in_loop(self, items: list[Any], act: TensorFunction | None) -> list[Prediction]:
         kept, dl = KeepPredictions(len(items), act), self.dls.test_dl(items, bs=len(items), num_workers=0)
         with self._by_itself():
             self._evaluate("predict", dl, kept)
@@ -1013,7 +1013,7 @@ class Learner(RunState):
         batch_tfms: Callable[..., Any] | None = None,
         beta: float | None = 0.25,
         use_max: bool = False,
-        act: Callable[[Tensor], Tensor] | None = None,
+        act: TensorFunction | None = None,
         probs: bool = False,
     ) -> tuple[Any, ...]:
         """Return predictions averaged over a plain and `n` augmented readings of a dataset: `(preds, targets)`.

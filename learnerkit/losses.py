@@ -28,7 +28,7 @@ from learnerkit.state import Learner
 from learnerkit.text import did_you_mean
 from learnerkit.torch_internals import nodes_of
 from learnerkit.utils import itself, library_of, overrides, replaced, unbound, unwrap, warn
-from learnerkit.values import describe, get_field, tensors_in
+from learnerkit.values import TensorFunction, describe, get_field, tensors_in
 
 
 def loss_option(loss_func: Any, name: str, default: Any = None) -> Any:
@@ -93,13 +93,13 @@ def _of_rows(function: Callable, pred: Any, name: str = "the loss") -> Tensor:
 
 _argmax, _softmax = partial(torch.argmax, dim=1), partial(torch.softmax, dim=1)
 
-DECODINGS: dict[str, Callable[[Tensor], Tensor]] = {
+DECODINGS: dict[str, TensorFunction] = {
     "argmax": _argmax, "argmax of rows": partial(_of_rows, _argmax), "itself": itself,
     "above 0": partial(torch.gt, other=0), "above 0.5": partial(torch.gt, other=0.5),
 }  # fmt: skip
 """The functions that decode predictions, by name: into classes, numbers, or a yes or no for each class."""
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+ACTIVATIONS: dict[str, TensorFunction] = {
     "softmax": _softmax, "softmax of rows": partial(_of_rows, _softmax), "exp": torch.exp, "sigmoid": torch.sigmoid,
     "itself": itself,
 }  # fmt: skip

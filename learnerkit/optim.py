@@ -105,15 +105,15 @@ def parameters_of(opts: Iterable[Optimizer]) -> Iterator[Any]:
 
 def parameters_beside(model: nn.Module, loss_func: Any, opts: Iterable[Optimizer]) -> list[nn.Parameter]:
     """Return the trainable parameters that are not the model's: those of the loss, and others of the optimizers."""
-    loss, known = unbound(loss_func)[0], {id(p) for p in model.parameters()}
+    loss, known = unbound(loss_func)[0], {*model.parameters()}
     held = chain(loss.parameters() if isinstance(loss, nn.Module) else (), parameters_of(opts))
-    return list({id(p): p for p in held if p.requires_grad and id(p) not in known}.values())
+    return list(dict.fromkeys(p for p in held if p.requires_grad and p not in known))
 
 
 def not_among(params: Iterable[Any], model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters of a model, by their names, that are not among others."""
-    known = {*map(id, params)}
-    return {name: p for name, p in unwrap(model).named_parameters() if id(p) not in known}
+    known = {*params}
+    return {name: p for name, p in unwrap(model).named_parameters() if p not in known}
 
 
 def freeze_to(groups: list[dict[str, Any]], n: int, kept: Iterable[nn.Parameter] = ()) -> None:
@@ -225,8 +225,8 @@ def _start_momenta_late(opt: SGD) -> None:
             old = [p for p in group["params"] if opt.state[p].get("momentum_buffer") is not None]
             waiting |= len(old) < len(group["params"])
             if len(old) < len(group["params"]):
-                known = {id(p) for p in old}
-                new = [p for p in group["params"] if p.grad is not None and id(p) not in known]
+                known = {*old}
+                new = [p for p in group["params"] if p.grad is not None and p not in known]
                 if new and any(p.grad is not None for p in old):
                     for p in new:
                         opt.state[p]["momentum_buffer"] = torch.zeros_like(p)

@@ -158,7 +158,7 @@ def state_of(cb: Callback, first: Mapping[str, Any] | None = None) -> State:
     return dict(state)
 
 
-def first_attributes(learn: "Learner") -> dict[str, dict[str, Any]]:
+def first_attributes(learn: "Learner") -> dict[str, State]:
     """Return the small attributes of the users' callbacks without `state_dict`, for `state_dict` to compare with."""
     return {
         key: {name: _copied(value) for name, value in savable(cb, _SMALL).items()}
@@ -167,7 +167,7 @@ def first_attributes(learn: "Learner") -> dict[str, dict[str, Any]]:
     }
 
 
-def own_attributes(cb: Callback, first: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def own_attributes(cb: Callback, first: Mapping[str, Any] | None = None) -> State:
     """Return copies of the attributes that can be saved, which a callback has counted and collected in a run.
 
     Attributes equal to those in `first` are left out. So are attributes with the name of an argument of its class, also
@@ -224,7 +224,7 @@ def _is_state(value: Any, apart: set[int], depth: int = 4) -> bool:
     return depth > 0 and any(_is_state(part, apart, depth - 1) for _, part in entries(value))
 
 
-def savable(cb: Callback, largest: int = 2**28) -> dict[str, Any]:
+def savable(cb: Callback, largest: int = 2**28) -> State:
     """Return the attributes of a callback that can be saved, by their names, in the form in which they are saved.
 
     Tensors of the model, which are in the state already, are left out.
@@ -232,7 +232,7 @@ def savable(cb: Callback, largest: int = 2**28) -> dict[str, Any]:
     Args:
         largest: the size of the largest of these attributes, in bytes.
     """
-    apart, found = _of_model(cb), dict[str, Any]()
+    apart, found = _of_model(cb), State()
     for name, value in _attributes(cb):
         if isinstance(value, set | deque):
             value = list(value)
@@ -319,8 +319,8 @@ def state_table(learn: "Learner") -> dict[str, str]:
     """
     model = unwrap(learn.model)
     names = {id(p): name for name, p in model.named_parameters()}
-    rates, states = dict[str, Any](), dict[str, Any]()
-    beside = dict[str, Any]()
+    rates, states = State(), State()
+    beside = State()
     opts = [f"optimizer {key!r}" for key in learn.opt] if isinstance(learn.opt, dict) else ["optimizer"]
     for whose, opt in zip(opts, learn.opts, strict=False):  # there may be no optimizer
         of = f" of {whose}" if len(opts) > 1 else ""

@@ -21,6 +21,7 @@ from learnerkit.shards import own_class
 from learnerkit.state import Learner
 from learnerkit.text import did_you_mean, escaped
 from learnerkit.torch_internals import caller, own_tensors, without_compiler
+from learnerkit.values import TensorFunction
 
 
 def itself(x: Any) -> Any:
@@ -212,7 +213,7 @@ def host_copy(t: Tensor) -> Tensor:
     return t.detach().to("cpu", copy=True)
 
 
-def restorer(x: Any, keep: Callable[[Tensor], Tensor] = host_copy) -> Callable[[], Any]:
+def restorer(x: Any, keep: TensorFunction = host_copy) -> Callable[[], Any]:
     """Return a function that restores the present values of the tensors in `x`, in place, and returns `x` as it is now.
 
     Args:

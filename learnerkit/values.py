@@ -12,6 +12,9 @@ from torch.nn.utils.rnn import PackedSequence
 
 from learnerkit.text import first_few
 
+TensorFunction = Callable[[Tensor], Tensor]
+"""A function of one tensor that returns another, such as the activation of a loss."""
+
 
 def map_batch(f: Callable[[Tensor], Any], batch: Any, others: Callable[[Any], Any] | None = None) -> Any:
     """Apply `f` to every tensor in nested tuples, lists, named tuples, mappings and dataclasses.

@@ -62,10 +62,7 @@ class GradientAccumulation(Callback):
         self._counted = False  # True once `_batches` has the current batch
 
     def before_batch(self) -> None:
-        self.begin()
-
-    def begin(self) -> None:
-        """Count a batch into its step, and decide if the step is due after it."""
+        "Count a batch into its step, and decide if the step is due after it."
         learn = self.learn
         self._counted = True
         self._batches += 1
@@ -125,7 +122,7 @@ class GradientAccumulation(Callback):
         if self.mean is None:  # On several ranks their Agreement does all this.
             return
         if not self._counted:  # a callback before this one cancelled the batch, which is still one of its step
-            self.begin()
+            self.before_batch()
         self._step_if_due()
 
     def after_batch(self) -> None:

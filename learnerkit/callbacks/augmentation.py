@@ -100,7 +100,7 @@ class BatchTransform(_Drawing):
         learn.xb = (x, *(new.get(id(other), other) for other in rest))
 
 
-class Mixing(_Drawing):
+class _Mixing(_Drawing):
     """Mixes each sample of a batch with another one, and the losses of their two targets alike.
 
     Args:
@@ -133,7 +133,7 @@ class Mixing(_Drawing):
 
     def before_train(self) -> None:
         super().before_train()
-        mixing = [cb for cb in self.learn.cbs if isinstance(cb, Mixing) and cb.run]
+        mixing = [cb for cb in self.learn.cbs if isinstance(cb, _Mixing) and cb.run]
         self._place = mixing.index(self), len(mixing)
 
     def before_batch(self) -> None:
@@ -190,7 +190,7 @@ class Mixing(_Drawing):
         self._mixed, self._others = None, ()  # A cancelled batch has left them.
 
 
-class MixUp(Mixing):
+class MixUp(_Mixing):
     """Trains on weighted means of two samples, and the same means of their losses (Zhang et al., arXiv:1710.09412).
 
     Batches are mixed by `torchvision.transforms.v2.MixUp`, with one share for a batch, drawn from Beta(alpha, alpha).
@@ -211,7 +211,7 @@ class MixUp(Mixing):
         super().__init__("MixUp", alpha)
 
 
-class CutMix(Mixing):
+class CutMix(_Mixing):
     """Pastes a rectangle of another image into each, and mixes their losses by area (Yun et al., arXiv:1905.04899).
 
     Batches are mixed by `torchvision.transforms.v2.CutMix`; the inputs are images (n, channels, height, width). All

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
-from learnerkit import arguments, distributed
+from learnerkit import arguments, distributed, optim
 from learnerkit.callback import Callback
 from learnerkit.data.iterable import source_of
 from learnerkit.data.order import order_sources, put_states, states_of
@@ -266,9 +266,9 @@ class EMA(_Averaging):
         if self.module is None:
             return {}
         module, model = unwrap(self.module), unwrap(self.learn.model)
-        known = {id(t) for t in (*model.parameters(), *model.buffers())}
+        known = {*model.parameters(), *model.buffers()}
         named = (*module.named_parameters(), *module.named_buffers())
-        return {name: t.detach() for name, t in named if id(t) not in known}
+        return {name: t.detach() for name, t in named if t not in known}
 
     def _chosen(self) -> dict[str, tuple[Tensor, Tensor]]:
         source = unwrap(self.learn.model if self.of is None else self.of)
@@ -292,9 +292,9 @@ class EMA(_Averaging):
         super().before_train()
         if self._own:
             self._share = None
-            opts, mine = self.learn.opts, {id(t) for t in self._own.values()}
+            opts, mine = self.learn.opts, {*self._own.values()}
             # If no optimizer has these tensors, it may train copies in another precision: then all count.
-            theirs = [opt for opt in opts if any(id(p) in mine for g in opt.param_groups for p in g["params"])] or opts
+            theirs = [opt for opt in opts if not mine.isdisjoint(optim.parameters_of([opt]))] or opts
             # The optimizers report their steps: one may be skipped, cancelled, or taken after a cancelled batch.
             self._hooks = [opt.register_step_post_hook(self._note_step) for opt in theirs]
 
@@ -364,7 +364,7 @@ class EMA(_Averaging):
         else:
             copies = {id(average) for _, average in self._copies}
             average = {name: t for name, t in self._average.items() if id(local(t)) in copies}
-        state: dict[str, Any] = {"n": self.n_averaged, "steps": self._steps, "own": {}}
+        state: State = {"n": self.n_averaged, "steps": self._steps, "own": {}}
         for part, tensors in (("average", average), ("module", self._beside())):
             for name, t in tensors.items():
                 (state if name in parameters else state["own"]).setdefault(part, {})[name] = t
@@ -424,8 +424,8 @@ class SWA(_Averaging):
 
     def _chosen(self) -> dict[str, tuple[Tensor, Tensor]]:
         model = unwrap(self.learn.model)
-        statistics = {id(t) for norm in _tracking(model) for t in norm.buffers(recurse=False)}
-        named = {name: t for name, t in model.named_buffers() if id(t) in statistics}
+        statistics = {t for norm in _tracking(model) for t in norm.buffers(recurse=False)}
+        named = {name: t for name, t in model.named_buffers() if t in statistics}
         return {name: (t, t) for name, t in (*model.named_parameters(), *named.items())}
 
     def before_fit(self) -> None:
@@ -458,10 +458,10 @@ class SWA(_Averaging):
     @collective
     def _take_statistics(self) -> None:
         """Compute the statistics of BatchNorm with the mean of the weights."""
-        learn, names = self.learn, {id(t): name for name, t in self._own.items()}
+        learn, names = self.learn, {t: name for name, t in self._own.items()}
         norms = list(_tracking(learn.model))
         for t in (t for norm in norms for t in norm.buffers(recurse=False)):
-            self._average[names[id(t)]].copy_(t)  # Layers in eval mode keep these.
+            self._average[names[t]].copy_(t)  # Layers in eval mode keep these.
         norms = [norm for norm in norms if norm.training]
         if not norms:
             return
@@ -475,7 +475,7 @@ class SWA(_Averaging):
             put_states(order, before)
         for norm, found in zip(norms, measure.found, strict=True):
             for kind, value in found.items():
-                self._average[names[id(getattr(norm, kind))]].copy_(value)
+                self._average[names[getattr(norm, kind)]].copy_(value)
 
     def after_fit(self) -> None:
         if self._own and not self.n_averaged and distributed.is_main():

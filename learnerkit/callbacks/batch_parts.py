@@ -348,7 +348,7 @@ class Batches:
         self._precision = next((cb for cb in learn.cbs if isinstance(cb, MixedPrecision) and cb.run), None)
         scaler = self._precision.scaler if self._precision and learn.training else None
         self._scale = scaler.scale(torch.ones((), device=learn.dls.device)) if scaler else 1.0
-        self._autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        self._autocast = torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
         mean = GradientMean(loss_sums(learn))
         losses = list[tuple[Any, Any]]()
         seen = list[tuple[Any, Any]]()
@@ -417,8 +417,8 @@ class Batches:
         outputs = [t for t, _ in ways]
         if learn.training:
             self._root, linked = self._linked_to(outputs)
-            new = {id(t): made for t, made in zip(outputs, linked, strict=True)}
-            whole = map_batch(lambda t: new.get(id(t), t), whole)
+            new = dict(zip(outputs, linked, strict=True))
+            whole = map_batch(lambda t: new.get(t, t), whole)
         learn.pred, learn.output = whole
         if learn.output is not None and _versions(learn.pred) == _versions(learn.output):
             learn.output = learn.pred
@@ -464,14 +464,13 @@ class Batches:
     @torch.enable_grad()
     def _again(self, of_outputs: Sequence[Tensor | None]) -> dict[Tensor, Tensor]:
         """Run the parts again, and return the gradients of the parameters for these gradients of the outputs."""
-        learn, kind = self.learn, self.learn.dls.device.type
-        enabled, dtype = self._autocast
+        learn = self.learn
         self._note(everything=True)
         in_ddp = hasattr(learn._gradient, "ddp")  # DDP's own backward pass is running, with hooks on the leaves.
         with self._passes() as gradients:
             for i, part in enumerate(self.cut):
                 part.draw_again(learn.dls.device)
-                with torch.autocast(kind, dtype, enabled=enabled):
+                with self._autocast:
                     self._enter(part)
                 made = distinct((learn.pred, learn.output))
                 given = {
@@ -563,8 +562,8 @@ def _add_gradients(given: dict[Tensor, Tensor], leaves: list[Tensor]) -> None:
 
 
 def _detached(x: Any) -> Any:
-    same: dict[int, Tensor] = {}  # a tensor in two places stays one
-    return map_batch(lambda t: same.setdefault(id(t), t.detach()), x)
+    same: dict[Tensor, Tensor] = {}  # a tensor in two places stays one
+    return map_batch(lambda t: same.setdefault(t, t.detach()), x)
 
 
 def _versions(x: Any) -> list[tuple[int, int]]:
@@ -578,7 +577,7 @@ def _versions(x: Any) -> list[tuple[int, int]]:
 
 def distinct(x: Any) -> list[Tensor]:
     """Return the tensors in `x`, in order, each once."""
-    return list({id(t): t for t in tensors_in(x)}.values())
+    return list(dict.fromkeys(tensors_in(x)))
 
 
 def _shares(counts: list[Any], sums: bool) -> list[Any]:
@@ -610,7 +609,7 @@ def _joined(
     pieces = [(pred if lists[0] is None else None, out if lists[1] is None else None) for pred, out in pieces]
     columns = list(zip(*map(distinct, pieces), strict=True))
     n_pred = len(distinct(pieces[0][0]))  # Predictions may have several rows for each sample.
-    ways, made = list[tuple[Tensor, _Way]](), dict[int, Any]()
+    ways, made = list[tuple[Tensor, _Way]](), dict[Tensor, Any]()
     for place, column in enumerate(columns):
         first = column[0]
         if len(pieces) == 1:
@@ -619,15 +618,15 @@ def _joined(
             kept = [1.0] * len(parts) if not first.is_floating_point() or any(first is t for t in summed) else shares
             way, whole = _Way(place, None, [], kept), _weighed(list(column), kept)
         elif (at := _dim_of_rows(column, parts, dim, place < n_pred)) is None:
-            made[id(first)] = None
+            made[first] = None
             continue
         else:
             way = _Way(place, at, [0, *accumulate(t.shape[at] for t in column)], [])
             whole = torch.cat(column, at)
-        made[id(first)] = whole
+        made[first] = whole
         if whole.is_floating_point():
             ways.append((whole, way))
-    pred, output = map_batch(lambda t: made[id(t)], pieces[0])
+    pred, output = map_batch(lambda t: made[t], pieces[0])
     return (pred if lists[0] is None else lists[0], output if lists[1] is None else lists[1]), ways
 
 
@@ -651,10 +650,10 @@ def _dim_of_rows(column: Sequence[Tensor], parts: list[Part], dim: Any, several:
 
 def _largest(learn: "Learner", n: int = 3) -> str:
     """Name the largest tensors that are alive."""
-    names = {id(p): name for name, p in unwrap(learn.model).named_parameters()}
-    names |= {id(p.grad): f"the gradient of {name}" for name, p in learn.model.named_parameters() if p.grad is not None}
+    names: dict[Tensor, str] = {p: name for name, p in unwrap(learn.model).named_parameters()}
+    names |= {p.grad: f"the gradient of {name}" for name, p in learn.model.named_parameters() if p.grad is not None}
     plain = [x for x in gc.get_objects() if type(x) in (Tensor, nn.Parameter)]  # Subclasses may have no memory.
     alive = [t for t in plain if t.layout is torch.strided]
-    places = {t.untyped_storage().data_ptr(): t for t in sorted(alive, key=lambda t: id(t) in names)}
+    places = {t.untyped_storage().data_ptr(): t for t in sorted(alive, key=lambda t: t in names)}
     first = sorted(places.values(), key=lambda t: -t.untyped_storage().nbytes())[:n]
-    return ", ".join(f"{names.get(id(t), describe(t))} {in_units(t.untyped_storage().nbytes())}" for t in first)
+    return ", ".join(f"{names.get(t, describe(t))} {in_units(t.untyped_storage().nbytes())}" for t in first)

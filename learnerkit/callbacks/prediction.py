@@ -27,7 +27,7 @@ from learnerkit.marks import collective
 from learnerkit.metrics.functions import counts
 from learnerkit.state import Learner
 from learnerkit.utils import replaced
-from learnerkit.values import describe, entries, map_batch, same
+from learnerkit.values import TensorFunction, describe, entries, map_batch, same
 
 
 def whole_dataset(learn: "Learner", ds_idx: int) -> Any:
@@ -58,7 +58,7 @@ class GatherPredictions(Callback):
     name = "gather_preds"  # fastai's name: other loggers and trackers look for it, and do nothing in `get_preds`
 
     def __init__(
-        self, with_input: bool, with_loss: bool, with_decoded: bool, act: Callable[[Tensor], Tensor] | None, on: str
+        self, with_input: bool, with_loss: bool, with_decoded: bool, act: TensorFunction | None, on: str
     ) -> None:
         if on not in ("all", "rank0"):
             raise ValueError(f"got on={on!r}; predictions come on='all' ranks or on='rank0'")
@@ -199,7 +199,7 @@ class KeepPredictions(Callback):
     run_train = False
     name = GatherPredictions.name
 
-    def __init__(self, n: int, act: Callable[[Tensor], Tensor] | None) -> None:
+    def __init__(self, n: int, act: TensorFunction | None) -> None:
         self.n, self.act = n, act
         self.found: list[Prediction] | None = None
 
@@ -209,7 +209,7 @@ class KeepPredictions(Callback):
             self.found = predicted(self.learn, self.n, self.act)
 
 
-def predicted(learn: "Learner", n: int, act: Callable[[Tensor], Tensor] | None) -> list[Prediction]:
+def predicted(learn: "Learner", n: int, act: TensorFunction | None) -> list[Prediction]:
     """Split `learn.pred` of a batch of `n` samples into a `Prediction` for each; `act`: as in `Learner.predict`."""
     check_predictions(learn)
     names = learn.dls.target_names
@@ -239,9 +239,7 @@ def _each(part: Any, n: int) -> Sequence[Any]:
     return [row(i) for i in range(n)]
 
 
-def activation_for(
-    learn: "Learner", act: Callable[[Tensor], Tensor] | None, probs: bool
-) -> Callable[[Any], Any] | None:
+def activation_for(learn: "Learner", act: TensorFunction | None, probs: bool) -> Callable[[Any], Any] | None:
     """Return the function to apply to predictions: `act`, or with `probs` the one that turns them into probabilities.
 
     Raises:

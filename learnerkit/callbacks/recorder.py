@@ -90,7 +90,7 @@ class LossMeter(WeighedScalars):
             "parts": {name: part.state_dict() for name, part in self.parts.items()},
         }  # fmt: skip
 
-    def load_ranks(self, ranks: list[dict[str, Any]], sums: bool, counted: bool) -> None:
+    def load_ranks(self, ranks: list[State], sums: bool, counted: bool) -> None:
         """Restore the state of one rank, or the sums over the states of several.
 
         Args:
@@ -214,7 +214,7 @@ class Evaluation:
         meters = [] if self._is_fresh else [meter.state_dict() for meter in self.meters]
         return self.loss.state_dict() | {"batches": self.batches, "meters": meters}
 
-    def load_ranks(self, ranks: list[dict[str, Any]], counted: bool) -> None:
+    def load_ranks(self, ranks: list[State], counted: bool) -> None:
         """Restore the state of one rank; from the states of several ranks, only the losses, as `LossMeter` does."""
         self.loss = LossMeter(self.weighting.parts)
         self.loss.load_ranks(ranks, self.weighting.sums, counted)
@@ -319,14 +319,14 @@ class PastFit(SimpleNamespace):
 
     __slots__ = ("_saved",)
 
-    def saved(self) -> str | dict[str, Any]:
+    def saved(self) -> str | State:
         """Return what a checkpoint keeps of the fit, as JSON, since a script may have hundreds of fits; cached.
 
         A fit of 1000 batches or more stays a dict, whose long lists a checkpoint stores as tensors; so does a fit with
         values that JSON cannot hold.
         """
         if not hasattr(self, "_saved"):
-            self._saved: str | dict[str, Any] = vars(self)
+            self._saved: str | State = vars(self)
             if len(self.lrs) < 1000:
                 with suppress(TypeError):
                     self._saved = json.dumps(vars(self))

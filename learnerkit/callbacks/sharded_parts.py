@@ -13,7 +13,7 @@ from learnerkit.callbacks.batch_parts import Batches, Part, distinct
 from learnerkit.data.batches import in_float32
 from learnerkit.losses import output_of, pass_kept, take_loss, wants_loss
 from learnerkit.marks import collective
-from learnerkit.torch_internals import BatchNorm, leaves_of
+from learnerkit.torch_internals import BatchNorm, CollectivesDone, leaves_of
 from learnerkit.values import tensors_in
 
 if TYPE_CHECKING:
@@ -140,8 +140,7 @@ class ShardedBatches(Batches):
         learn = self.learn
         if learn.loss_grad is None or learn.loss_grad is self._root:
             return None, []
-        known = {id(t) for t in (self._root, *self._ends)}
-        if not {id(t) for t in leaves_of([learn.loss_grad])} <= known:
+        if not leaves_of([learn.loss_grad]) <= {self._root, *self._ends}:
             raise ValueError(
                 "a callback has made the loss depend on something beside the predictions, and SplitBatch cannot take "
                 "that apart for a sharded model: compute it in the loss function, or leave SplitBatch out"
@@ -169,7 +168,7 @@ class ShardedBatches(Batches):
         for i in range(parts):
             learn.step_due, self._failed = due and i == parts - 1, False
             part = self.cut[i] if has_data and i < len(self.cut) else None
-            with pass_kept(learn), self._shards.collectives() if self._is_careful else nullcontext() as done:
+            with pass_kept(learn), CollectivesDone(self._shards.divided) if self._is_careful else nullcontext() as done:
                 self._pass(part, ways, i, done)
             if self._is_careful and any(distributed.all_gather(self._failed, among="votes")):
                 inner.forget_calls()
@@ -196,8 +195,7 @@ class ShardedBatches(Batches):
 
     def _enter_again(self, part: Part) -> None:
         part.draw_again(self.learn.dls.device)
-        enabled, dtype = self._autocast
-        with torch.autocast(self.learn.dls.device.type, dtype, enabled=enabled):
+        with self._autocast:
             self._enter(part)
             if wants_loss(self.learn):
                 take_loss(self.learn)

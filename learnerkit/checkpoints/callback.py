@@ -157,7 +157,7 @@ class CheckpointCallback(StepCounter):
         self._within: tuple[State | None, State] = None, {}
         self._saved_at = -1  # the step after which the last checkpoint was taken
         self._config: dict[str, Any] = {}
-        self._first: dict[str, dict[str, Any]] = {}  # the attributes of callbacks at the start of the fit
+        self._first: dict[str, State] = {}  # the attributes of callbacks at the start of the fit
         # Masks of values that were not finite at the start of the fit, as in an attention mask.
         self._infinite: dict[str, Tensor] = {}
 
@@ -290,7 +290,7 @@ class CheckpointCallback(StepCounter):
             return None
 
     @collective
-    def _take_up(self, checkpoint: Checkpoint, now: dict[str, Any]) -> None:
+    def _take_up(self, checkpoint: Checkpoint, now: State) -> None:
         """Load the state of a checkpoint into the learner, and end the fit if it was done."""
         learn, info = self.learn, checkpoint.info
         path = str(checkpoint.path)
@@ -313,7 +313,7 @@ class CheckpointCallback(StepCounter):
         self._steps = self._saved_at = info["step"]
         self._tell(checkpoint, then["place"])
 
-    def _compare(self, then: dict[str, Any], is_done: bool) -> bool:
+    def _compare(self, then: State, is_done: bool) -> bool:
         """Warn about changes since the checkpoint, or refuse them; return whether the optimizer is of the same kind.
 
         Args:
@@ -603,7 +603,7 @@ def _read_state(saved: Checkpoint, learn: Any, now: State) -> State:
     theirs = ("TorchScheduler",)  # it has the state of a scheduler of any library
     ours = {key for key, cb in keys(learn.cbs) if is_ours(type(cb)) and type(cb).__name__ not in theirs}
 
-    def of_ours(states: dict[str, Any]) -> dict[str, Any]:
+    def of_ours(states: State) -> State:
         return {key: value for key, value in states.items() if key in ours}
 
     more = {
@@ -641,7 +641,7 @@ def _age(checkpoint: Checkpoint) -> tuple[int, float]:
     return checkpoint.info["fit"], checkpoint.info["time"]
 
 
-def _by_name(made: Any, state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+def _by_name(made: Any, state: State, model: nn.Module) -> State:
     """Return the state of optimizers by the names of parameters instead of their indices."""
     if isinstance(made, dict):
         return {name: _by_name(opt, state[name], model) for name, opt in made.items()}
@@ -651,12 +651,12 @@ def _by_name(made: Any, state: dict[str, Any], model: nn.Module) -> dict[str, An
     return {"state": {order[i]: value for i, value in state["state"].items()}, "param_groups": groups}
 
 
-def _parts(now: Mapping[str, Any]) -> tuple[Any, dict[str, Any], Any]:
+def _parts(now: Mapping[str, Any]) -> tuple[Any, State, Any]:
     """Return the weights of a state, the rest that is the same on all ranks, and this rank's own part."""
     return now["model"], {name: part for name, part in now.items() if name not in ("model", "rank")}, now["rank"]
 
 
-def _values(now: Mapping[str, Any]) -> dict[str, Any]:
+def _values(now: Mapping[str, Any]) -> State:
     """Return the weights and buffers of the model, and the values that are trained beside it, by name."""
     return now["model"] | {f"value {i} beside the model": t for i, t in enumerate(now["beside"])}
 

@@ -71,6 +71,7 @@ from learnerkit.files import (
 from learnerkit.marks import collective
 from learnerkit.processes.event_file import EventFile, facts_of_launch
 from learnerkit.shards import gathered, is_shard
+from learnerkit.state import State
 from learnerkit.stores.paths import AnyPath, StoreError, StorePath
 from learnerkit.text import first_few, in_one_line, printable
 from learnerkit.utils import warn
@@ -133,7 +134,7 @@ class Checkpoint:
         weights.update(self._decoded(_STATE, "extra", [0]))
         return weights
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> State:
         """Return the part of the state that is the same on all ranks, with its tensors on the host.
 
         Raises:
@@ -141,7 +142,7 @@ class Checkpoint:
         """
         return self._decoded(_STATE, "state", range(self.n_ranks))
 
-    def own(self, rank: int) -> dict[str, Any] | None:
+    def own(self, rank: int) -> State | None:
         """Return a rank's own part of the state; `None` if there were fewer ranks.
 
         Raises:
@@ -149,7 +150,7 @@ class Checkpoint:
         """
         return self._decoded(f"rank{rank}.json", "own", [rank]) if rank < self.n_ranks else None
 
-    def _decoded(self, file: str, part: str, ranks: Iterable[int]) -> dict[str, Any]:
+    def _decoded(self, file: str, part: str, ranks: Iterable[int]) -> State:
         tensors: dict[str, Tensor] = {}
         for rank in ranks:
             wanted = partial(read_tensors, wanted=lambda name: name.startswith(f"{part}."), in_place=self.in_place)
@@ -289,7 +290,7 @@ class Storage:
         self._damaged: set[str] = set()
 
     @collective
-    def check_values(self, weights: Mapping[str, Any], state: dict[str, Any], own: dict[str, Any]) -> None:
+    def check_values(self, weights: Mapping[str, Any], state: State, own: State) -> None:
         """Check that values can be saved.
 
         Args:
@@ -325,9 +326,7 @@ class Storage:
                     remove(folder)
 
     @collective
-    def save(
-        self, name: str, weights: Mapping[str, Any], state: dict[str, Any], own: dict[str, Any], info: dict[str, Any]
-    ) -> None:
+    def save(self, name: str, weights: Mapping[str, Any], state: State, own: State, info: dict[str, Any]) -> None:
         """Write a checkpoint.
 
         In the background the values are copied before this returns. A second save waits for the first.
@@ -675,7 +674,7 @@ class _Content:
         weights, state, own: as in `Storage.save`.
     """
 
-    def __init__(self, weights: Mapping[str, Any], state: dict[str, Any], own: dict[str, Any]) -> None:
+    def __init__(self, weights: Mapping[str, Any], state: State, own: State) -> None:
         extra = {name: value for name, value in weights.items() if not isinstance(value, Tensor)}
         plain = OrderedDict((name, value) for name, value in weights.items() if name not in extra)
         plain._metadata = getattr(weights, "_metadata", None)  # type: ignore[attr-defined]
@@ -942,7 +941,7 @@ def encode(value: Any, tensors: list[Tensor], place: str = "") -> Any:
         tensors.append(tensor)
         return len(tensors) - 1
 
-    def of_tensor(x: Tensor) -> dict[str, Any]:
+    def of_tensor(x: Tensor) -> State:
         # The order in memory is kept: some kernels expect a parameter and its optimizer's state to have the same.
         if is_shard(x):
             return {"!tensor": number(x)}

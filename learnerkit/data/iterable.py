@@ -258,7 +258,7 @@ class IterablePlace:
         # A stream has ended after a short batch, or when it gives none.
         self.shared, self.source = shared, shared.source
         self.length = None
-        own: dict[str, Any] = {}
+        own: State = {}
         ended = place.over or (place.goes_on and self.own.get("ended", False))
         if not ended:  # otherwise the next epoch needs the states
             own = self.own if self.source is None else {"source": self.found, "stream": self.stream}

@@ -41,7 +41,7 @@ class Position:
     def __init__(self) -> None:
         self.order = torch.get_rng_state()
         self.data = IterablePlace()
-        self._loaded: dict[str, Any] | None = None  # a loaded state, until its epoch begins
+        self._loaded: State | None = None  # a loaded state, until its epoch begins
         self._per_step = 1  # the number of batches of the user's loader in a step of all ranks
         self._total: int | None = None  # the number of batches of the user's loader in an epoch
         self._batch_size: int | None = None

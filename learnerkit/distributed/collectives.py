@@ -32,7 +32,7 @@ from learnerkit.distributed.meeting import await_all, count_call, group, join, s
 from learnerkit.endings import may_follow
 from learnerkit.marks import collective
 from learnerkit.torch_internals import CollectiveRefusal
-from learnerkit.values import digests
+from learnerkit.values import TensorFunction, digests
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -249,7 +249,7 @@ def mean_into(tensors: Sequence[Tensor], among: str = "") -> None:
     _replace_together(tensors, lambda row: reduce(row.mul_(1 / world_size()), among=among))
 
 
-def _replace_together(tensors: Sequence[Tensor], call: Callable[[Tensor], Tensor]) -> None:
+def _replace_together(tensors: Sequence[Tensor], call: TensorFunction) -> None:
     """Replace the values of tensors by `call` of their concatenations, each of one type and limited size."""
     for kind in dict.fromkeys((t.dtype, t.device) for t in tensors):
         alike = [t for t in tensors if (t.dtype, t.device) == kind]

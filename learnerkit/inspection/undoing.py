@@ -44,7 +44,7 @@ from learnerkit.utils import (
     unexpanded,
     unwrap,
 )
-from learnerkit.values import tensors_in
+from learnerkit.values import TensorFunction, tensors_in
 
 
 @contextmanager
@@ -246,7 +246,7 @@ def _refill(x: Any, content: Any) -> None:
     (x.update if isinstance(x, dict | set) else x.extend)(content)
 
 
-def _put_back_modules(owner: Any, stack: ExitStack, keep: Callable[[Tensor], Tensor]) -> None:
+def _put_back_modules(owner: Any, stack: ExitStack, keep: TensorFunction) -> None:
     """Register on `stack` what restores a whole module, or another object.
 
     This restores of each module in it parameters and buffers with values, gradient and `requires_grad`, and attributes,
@@ -277,7 +277,7 @@ def _put_back_modules(owner: Any, stack: ExitStack, keep: Callable[[Tensor], Ten
                 stack.callback(_tensor_restorer(x, keep, is_own))
 
 
-def _tensor_restorer(x: Tensor, keep: Callable[[Tensor], Tensor], is_own: bool) -> Callable[[], None]:
+def _tensor_restorer(x: Tensor, keep: TensorFunction, is_own: bool) -> Callable[[], None]:
     """Return a function that restores a tensor in place; one that `is_own` a module's is written in any case."""
     values, shape, requires_grad = keep(unexpanded(x)), x.shape, x.requires_grad
     grad = restorer(x.grad if x.is_leaf else None, keep)
@@ -300,7 +300,7 @@ def _clone(x: Tensor) -> Tensor:
     return x.detach().clone()
 
 
-def _put_back_optimizer(opt: Optimizer, keep: Callable[[Tensor], Tensor]) -> Callable[[], None]:
+def _put_back_optimizer(opt: Optimizer, keep: TensorFunction) -> Callable[[], None]:
     """Return a function that restores an optimizer's groups, their hyper-parameters, and its state."""
     groups = group_restorer(opt)
     held = opt.state

@@ -92,11 +92,8 @@ def _make_meter(metric: Any, name: str | None, loss_func: Any, classes: Any, tar
         return GatheringMeter(metric, name) if gathers else StatesMeter(metric, name)
     if all(callable(getattr(metric, part, None)) for part in ("reset", "update", "compute")):
         gathers = libraries.is_torcheval(metric) and not libraries.merges_any_order(metric)
-        return (
-            GatheringMeter(metric, name)
-            if gathers or not hasattr(metric, "merge_state")
-            else MergingMeter(metric, name)
-        )
+        merges = hasattr(metric, "merge_state") and not gathers
+        return MergingMeter(metric, name) if merges else GatheringMeter(metric, name)
     if callable(metric):
         return MeanMeter(metric, name, loss_func)
     raise TypeError(
@@ -345,11 +342,6 @@ class GatheringMeter(Meter):
 
     @collective
     def result(self, sharded: bool) -> float | dict[str, float]:
-        return self.value(sharded) if self.feed(sharded) else float("nan")
-
-    @collective
-    def feed(self, sharded: bool) -> bool:
-        """Update the object with all batches; tell whether there were any."""
         batches = gather_nested(self.batches) or [] if sharded else self.batches
         self.metric.reset()
         device = getattr(self.metric, "device", None)
@@ -357,7 +349,7 @@ class GatheringMeter(Meter):
             if isinstance(device, torch.device):
                 batch = moved(batch, device)
             self.metric.update(*batch)
-        return bool(batches)
+        return self.value(sharded) if batches else float("nan")
 
 
 class _CombiningMeter(Meter):

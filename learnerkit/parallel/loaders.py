@@ -19,6 +19,7 @@ from learnerkit.data.order import has_index, has_state, samplers_of, with_batche
 from learnerkit.data.stream import replaced_sampler, same_stream, split_evenly
 from learnerkit.distributed import seeds
 from learnerkit.marks import collective
+from learnerkit.state import State
 from learnerkit.text import first_few
 from learnerkit.utils import itself, library_of, warn
 from learnerkit.values import digests, map_batch, tensors_in
@@ -179,7 +180,7 @@ class RankStreamLoader(RankLoader):
         self.begin(0, 0, {}, quiet=False)
 
     @property
-    def own_state(self) -> dict[str, Any]:
+    def own_state(self) -> State:
         """The state of this rank's own part of the data as training has read it."""
         if not self.sharded:
             return {}
@@ -189,7 +190,7 @@ class RankStreamLoader(RankLoader):
         short = size is not None and size * distributed.world_size() < (self.step_size or 0)
         return {"source": source, "ended": self._ended or short, "left": self._left}
 
-    def begin(self, skip: float, first: int, own: dict[str, Any], quiet: bool) -> int:
+    def begin(self, skip: float, first: int, own: State, quiet: bool) -> int:
         """Let the next epoch begin at a position; return the number of steps that are read again.
 
         Args:

@@ -1,6 +1,6 @@
 """Checks of a model that several ranks are to train, and what its BatchNorms do there."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ from learnerkit.state import Learner
 from learnerkit.text import first_few
 from learnerkit.torch_internals import BatchNorm
 from learnerkit.utils import spanned_devices, synced_norms
-from learnerkit.values import digests
+from learnerkit.values import TensorFunction, digests
 
 _NOT_ELEMENTWISE = {"LBFGS", "Adafactor", "Muon", "Shampoo", "SparseAdam", "Rprop", "LARS", "Lamb", "LAMB"}
 """Optimizers whose step of an element depends on others, or uses operations that shards do not support."""
@@ -155,7 +155,7 @@ def joined_norms(model: nn.Module, moves: bool) -> Iterator[None]:
                 norm.forward = own
 
 
-def _join(norm: Any, forward: Callable[[Tensor], Tensor], moves: bool, x: Tensor) -> Tensor:
+def _join(norm: Any, forward: TensorFunction, moves: bool, x: Tensor) -> Tensor:
     """Normalize by the running statistics, and join the collectives of the norm without a sample."""
     if not norm.training:  # the model validates meanwhile
         return forward(x)

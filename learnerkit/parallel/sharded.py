@@ -1,5 +1,6 @@
 """A model whose parameters are divided among the ranks by FSDP2."""
 
+import re
 from collections.abc import Iterable, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,7 +17,6 @@ from learnerkit.marks import collective
 from learnerkit.shards import gathered, is_shard, local, owners, put_parameter, rows_of
 from learnerkit.text import first_few, in_units
 from learnerkit.torch_internals import (
-    CollectivesDone,
     forget_forward_passes,
     gradient_hooks,
     is_gathered,
@@ -95,9 +95,9 @@ class Shards:
         # For each optimizer that trains the shards: its hook, and the earlier kernel options of its groups.
         self._taken = dict["Optimizer", tuple[Any, list[tuple[dict, str, Any]]]]()
         self.take_optimizers(opts)
-        self._n_voting, self._rest = 0, False
+        self._n_voting = 0
         self._votes: list[Any] = []
-        self._kept = set[int]()  # indices of units that stay gathered
+        self._kept = set[int]()  # indices, in `divided`, of what stays gathered
 
     def _fully_shard(self, free: bool = False) -> None:
         """Let FSDP2 divide the parameters of the modules; with `free` the originals are emptied."""
@@ -169,36 +169,10 @@ class Shards:
 
     def explain(self, error: BaseException) -> None:
         """Add a note to an error of torch's that the sharding has caused."""
-        text, kind = str(error), type(error).__name__
-        if "mixed torch.Tensor and DTensor" in text or "Sharding propagation failed" in text:
-            add_note_once(
-                error,
-                "the model is sharded: its parameters are whole only while the model itself or a unit of it runs its "
-                "forward. Name the modules that are called by themselves in shard=[...]; values of parameters, outside "
-                "of forward, are those of p.full_tensor() on every rank"
-                " (errors.html#sharded)",
-            )
-        elif "Expected out tensor to have dtype" in text:
-            add_note_once(
-                error,
-                "the model is sharded, and its parameters have another type than when it was divided: convert it "
-                "before the fit, or use MixedPrecision"
-                " (errors.html#sharded)",
-            )
-        elif "not support deepcopy" in text or (kind == "PicklingError" and "FSDP" in text):
-            add_note_once(
-                error,
-                "the model is sharded, and a copy of it would have the rows of this rank: let every rank call "
-                "learn.save, or p.full_tensor() of its parameters, or copy the model after the fit"
-                " (errors.html#sharded)",
-            )
-        elif "not have been used in the graph" in text:
-            add_note_once(
-                error,
-                "the model is sharded, and a loss depends on the gathered parameters instead of those of "
-                "model.parameters(): their gradients are in p.grad after loss.backward()"
-                " (errors.html#sharded)",
-            )
+        text = f"{type(error).__name__}: {error}"
+        for signs, advice in _EXPLAINED.items():
+            if re.search(signs, text, re.DOTALL):
+                add_note_once(error, f"the model is sharded{advice} (errors.html#sharded)")
 
     def put_away(self) -> None:
         """Put the shards back into the model, in which a failed pass may have left gathered parameters."""
@@ -209,12 +183,7 @@ class Shards:
 
     def reset(self) -> None:
         """Forget a pass of this rank that an error has ended, and free what it has gathered."""
-        kept = [*(self.units[i] for i in self._kept), *[self.model] * self._rest] if self.voting else []
-        reset_passes(self.divided, kept)
-
-    def collectives(self) -> CollectivesDone:
-        """Return a context that counts the collectives of passes, so that a failed pass can be ended."""
-        return CollectivesDone(self.divided)
+        reset_passes(self.divided, [self.divided[i] for i in self._kept if self.voting])
 
     def _undo(self) -> None:
         """Take FSDP2 off the model, in which the shards stay."""
@@ -299,7 +268,7 @@ class Shards:
         self._n_voting += 1
         if self._n_voting > 1:
             return
-        self._rest = False
+        self._kept.clear()
         make_outermost(self.model)
         rest = len(self.units)
         wanted = [*enumerate(self.units), *((rest, part) for part in dict.fromkeys([self.model, *self.parts]))]
@@ -319,17 +288,15 @@ class Shards:
         if not self.voting:
             return
         # One rank's `model.to` or `model.state_dict` may have freed a unit that was kept.
-        if (wanted in self._kept and is_gathered(self.units[wanted])) or (
-            wanted == rest and self._rest and is_gathered(self.model)
-        ):
+        if wanted in self._kept and is_gathered(self.divided[wanted]):
             return
         while True:
             with distributed.before_collective(None):
                 chosen = distributed.reduce(wanted, "max", among="votes")
             if chosen < 0:
                 return
-            if chosen == rest or not self._rest:
-                self._rest = True
+            if chosen == rest or rest not in self._kept:
+                self._kept.add(rest)
                 _gather_anew(self.model)
             if chosen < rest and not self._reshard:
                 self._kept.add(chosen)
@@ -346,11 +313,9 @@ class Shards:
 
         All ranks do so at the same places. The next pass gathers the parameters again.
         """
-        if self._rest:
-            for module in (*(self.units[i] for i in self._kept), self.model):
-                cast(Any, module).reshard()
-            self._kept.clear()
-            self._rest = False
+        for i in sorted(self._kept):
+            cast(Any, self.divided[i]).reshard()
+        self._kept.clear()
 
     def end_votes(self, frees: bool = True) -> None:
         """End the votes: ranks run the model together again, or not at all.
@@ -368,7 +333,29 @@ class Shards:
             return
         for hook in self._votes:
             hook.remove()
-        self._kept.clear()
+        self._kept &= {len(self.units)}  # a backward pass frees the units
+
+
+_EXPLAINED = {
+    "mixed torch.Tensor and DTensor|Sharding propagation failed": (
+        ": its parameters are whole only while the model itself or a unit of it runs its forward. Name the modules "
+        "that are called by themselves in shard=[...]; values of parameters, outside of forward, are those of "
+        "p.full_tensor() on every rank"
+    ),
+    "Expected out tensor to have dtype": (
+        ", and its parameters have another type than when it was divided: convert it before the fit, or use "
+        "MixedPrecision"
+    ),
+    "not support deepcopy|^PicklingError.*FSDP": (
+        ", and a copy of it would have the rows of this rank: let every rank call learn.save, or p.full_tensor() of "
+        "its parameters, or copy the model after the fit"
+    ),
+    "not have been used in the graph": (
+        ", and a loss depends on the gathered parameters instead of those of model.parameters(): their gradients are "
+        "in p.grad after loss.backward()"
+    ),
+}
+"""The advice on errors of torch's that the sharding has caused, by their texts."""
 
 
 def _gather_anew(module: Any) -> None:
@@ -439,14 +426,11 @@ def _check(model: nn.Module, units: Mapping[str, nn.Module]) -> None:
                 "ChannelsLast out, or write p.data = p.data.contiguous()"
                 " (errors.html#sharded)"
             )
-    inside: dict[int, str] = {}
-    for unit, module in units.items():
-        for p in module.parameters():
-            inside[id(p)] = unit
+    inside = {p: unit for unit, module in units.items() for p in module.parameters()}
     kinds: dict[str, set[torch.dtype]] = {}
     for _, p in model.named_parameters():
         if _is_divisible(p) and p.requires_grad:
-            kinds.setdefault(inside.get(id(p), "(the rest)"), set()).add(p.dtype)
+            kinds.setdefault(inside.get(p, "(the rest)"), set()).add(p.dtype)
     for unit, types in kinds.items():
         if len(types) > 1:
             raise ValueError(

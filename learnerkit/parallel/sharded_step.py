@@ -69,8 +69,8 @@ class Sharded:
         self._without_grad = set[nn.Module]()  # units that were called without gradients
         self._settled, self.sync = False, sync
         self._looks = True  # look for parameters on which the loss of a batch does not depend
-        mine = {id(p) for _, p in shards.pairs}
-        self._replicated = {name: p for name, p in step.params.items() if id(p) not in mine}
+        mine = {p for _, p in shards.pairs}
+        self._replicated = {name: p for name, p in step.params.items() if p not in mine}
         self._used = set[str]()  # parameters on which the losses of the batches that are reduced together depend
         self._before = set[str]()  # parameters that had gradients before these batches
         self._left_out = set[str]()  # parameters on which the loss of this batch does not depend on any rank
@@ -78,12 +78,12 @@ class Sharded:
         # are never replaced.
         of_model = dict(shards.model.named_parameters())
         self._gathered: dict[str, Tensor] = {name: p for name, p in step.params.items() if name not in of_model}
-        first = {id(p): name for name, p in reversed(of_model.items())}
+        first = {p: name for name, p in reversed(of_model.items())}
         self._owned: dict[nn.Module, list[tuple[str, nn.Module, str]]] = {}
         for unit in shards.divided:
-            self._owned[unit] = [(first[id(p)], owner, name) for _, owner, name, p in owners(unit) if id(p) in first]
+            self._owned[unit] = [(first[p], owner, name) for _, owner, name, p in owners(unit) if p in first]
             for _, _, _, p in owners(unit):
-                first.pop(id(p), None)
+                first.pop(p, None)
         self._later = set[str]()  # parameters that a later pass was the first to gather, and that may serve it alone
         self._outputs: list[Tensor] = []  # the outputs of all units in this batch
         self._calls: list[str] = []  # the names of the units that were called in this batch
@@ -292,9 +292,9 @@ class Sharded:
 
     def _unused(self, loss: Tensor) -> list[str]:
         """Return the trainable parameters on which a loss does not depend, by a walk through its graph."""
-        used = {id(t) for t in leaves_of([loss])}
+        used = leaves_of([loss])
         trained = {name: p for name, p in self._gathered.items() if p.requires_grad and name not in self._later}
-        return [name for name, p in trained.items() if id(p) not in used]
+        return [name for name, p in trained.items() if p not in used]
 
     def with_all(self, loss: Tensor) -> Tensor:
         """Return a loss that depends on all parameters, with zero gradients if need be: ranks reduce the same ones."""

@@ -22,7 +22,7 @@ from learnerkit.state import Learner
 from learnerkit.text import in_one_line
 from learnerkit.torch_internals import AllocatedBytes, LiveBytes, fake_mode, hook_tables, uncompiled
 from learnerkit.utils import itself, own_loss_arguments, replaced, spanned_devices, training_modes, unwrap
-from learnerkit.values import describe, map_batch
+from learnerkit.values import TensorFunction, describe, map_batch
 
 MARGIN = 0.08
 """The share of the memory that is left for what is not seen: blocks between tensors, and what kernels take."""
@@ -188,12 +188,12 @@ def _resized(learn: "Learner", seen: Seen, n: int) -> Seen:
     return Seen(*(map_rows(sized, part, dim, itself) for part, dim in zip(seen, dims, strict=True)))
 
 
-Trial = Callable[["Learner"], AbstractContextManager[tuple["Learner", Callable[[Tensor], Tensor]]]]
+Trial = Callable[["Learner"], AbstractContextManager[tuple["Learner", TensorFunction]]]
 """A context that yields a copy of a learner for steps, and a function that converts tensors for the copy."""
 
 
 @contextmanager
-def fake_steps(learn: "Learner") -> Iterator[tuple["Learner", Callable[[Tensor], Tensor]]]:
+def fake_steps(learn: "Learner") -> Iterator[tuple["Learner", TensorFunction]]:
     """Copy a learner, with fake tensors in model and loss, and with a new optimizer.
 
     Only torch's own hooks are copied, such as that of `weight_norm`: others may keep tensors.
@@ -224,7 +224,7 @@ def _torchs_own(hooks: dict[int, Any]) -> dict[int, Any]:
 
 
 @contextmanager
-def real_steps(learn: "Learner") -> Iterator[tuple["Learner", Callable[[Tensor], Tensor]]]:
+def real_steps(learn: "Learner") -> Iterator[tuple["Learner", TensorFunction]]:
     """Copy a learner, but not its model and optimizer, which are restored at the end."""
     one = copy.copy(learn)
     one.model = unwrap(learn.model)

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from learnerkit import distributed, optim, run_state
 from learnerkit.arguments import check_count
 from learnerkit.callback import Callback
-from learnerkit.callbacks.augmentation import Mixing
+from learnerkit.callbacks.augmentation import CutMix, MixUp
 from learnerkit.callbacks.progress import ProgressCallback
 from learnerkit.checkpoints.callback import CheckpointCallback
 from learnerkit.data.batches import on_host
@@ -36,7 +36,7 @@ from learnerkit.parallel.distributed import DistributedCallback
 from learnerkit.parallel.loaders import RankLoader
 from learnerkit.preflight.report import HINT, NOTHING, OK, WRONG, Finding, Report
 from learnerkit.processes.forks import LATE, cause, join_forks, run_in_forks
-from learnerkit.state import Learner
+from learnerkit.state import Learner, State
 from learnerkit.text import escaped, first_few
 from learnerkit.torch_internals import BatchNorm, Dropout
 from learnerkit.utils import unwrap
@@ -134,7 +134,7 @@ def _check_call(learn: "Learner", n: int, steps: int) -> None:
 # What each process does
 
 
-def _on_host(learn: "Learner") -> tuple[list[tuple[Tensor, Tensor]], dict[str, Any]]:
+def _on_host(learn: "Learner") -> tuple[list[tuple[Tensor, Tensor]], State]:
     """Return the learner's tensors, each with a copy, and the state of the run without those of the model.
 
     The copies, and the tensors of the state, are on the host: a child cannot reach a GPU that its parent has used.
@@ -154,7 +154,7 @@ _Join = Callable[[Path], None] | None  # makes the process a rank, with the stor
 def _run(
     learn: "Learner",
     tensors: list[tuple[Tensor, Tensor]],
-    state: dict[str, Any],
+    state: State,
     steps: int,
     dtype: torch.dtype | None,
     join: _Join,
@@ -280,7 +280,7 @@ class _Notes(Callback):
 
     def before_train(self) -> None:
         learn = self.learn
-        self.draws = any(isinstance(cb, Mixing) for cb in learn.cbs)
+        self.draws = any(isinstance(cb, MixUp | CutMix) for cb in learn.cbs)
         for norm in _norms(learn.model):
             norm.eval()
         holder, name = (learn.dl, "loader") if isinstance(learn.dl, RankLoader) else (learn, "dl")

@@ -131,7 +131,7 @@ class StepCheck(Callback):
         self.found: dict[str, list[Finding]] = defaultdict(list)
         self.stage = "inputs"
         self.first = Callback(order=-1000, before_fit=self._note_rates, after_backward=self._note_gradients)
-        self.rates: dict[int, float] = {}
+        self.rates: dict[Tensor, float] = {}
         self._made: set[str] = set()  # names of the parameters that get gradients from the backward pass
         self._named: list[tuple[str, nn.Parameter]] = []
         self._before: dict[str, Tensor] | None = None  # the parameters that the step should change
@@ -450,7 +450,7 @@ def judge_gradients(
 def judge_optimizer(named: list[tuple[str, nn.Parameter]], stuck: list[str], opts: list) -> list[Finding]:
     """Judge which of the `named` parameters the optimizers hold; `stuck` ones should have changed in the step."""
     rates = _rates(opts)
-    forgotten = [name for name, p in named if p.requires_grad and id(p) not in rates]
+    forgotten = [name for name, p in named if p.requires_grad and p not in rates]
     shown = optim.rates_text([float(g.get("lr", 1.0)) for opt in opts for g in opt.param_groups]) or "none"
     findings = []
     if forgotten:
@@ -463,15 +463,15 @@ def judge_optimizer(named: list[tuple[str, nn.Parameter]], stuck: list[str], opt
     return findings or [Finding(OK, f"{names}, lr {shown}{optim.decays_text(opts)}")]
 
 
-def _rates(opts: list, name: str = "lr") -> dict[int, float]:
-    """Return the learning rate of each parameter by its id; `name` is its entry in a group, if the group has it."""
+def _rates(opts: list, name: str = "lr") -> dict[Tensor, float]:
+    """Return the learning rate of each parameter; `name` is its entry in a group, if the group has it."""
     groups = [g for opt in opts for g in opt.param_groups]
-    return {id(p): float(g.get(name, g.get("lr", 1.0))) for g in groups for p in g["params"]}
+    return {p: float(g.get(name, g.get("lr", 1.0))) for g in groups for p in g["params"]}
 
 
 @collective
 def _should_move(
-    named: list[tuple[str, nn.Parameter]], opts: list, before: Mapping[int, float]
+    named: list[tuple[str, nn.Parameter]], opts: list, before: Mapping[Tensor, float]
 ) -> Iterator[tuple[str, nn.Parameter]]:
     """Return the parameters that even the simplest optimizer would change by more than rounding hides.
 
@@ -479,11 +479,11 @@ def _should_move(
     """
     rates = _rates(opts)
     for name, p in named:
-        if p.grad is None or id(p) not in rates or not p.numel() or not _is_finite(p.grad):
+        if p.grad is None or p not in rates or not p.numel() or not _is_finite(p.grad):
             continue
-        if not rates[id(p)] and before.get(id(p)):
+        if not rates[p] and before.get(p):
             continue
-        step = float(_values(p.grad).abs().max()) * (rates[id(p)] or 1.0)
+        step = float(_values(p.grad).abs().max()) * (rates[p] or 1.0)
         if step > 2 * torch.finfo(p.dtype).eps * float(_values(p).abs().max()):
             yield name, p
 
