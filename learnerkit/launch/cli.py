@@ -7,6 +7,7 @@ import shlex
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -44,11 +45,21 @@ class Plan:
 
 def main(argv: Sequence[str] | None = None, prog: str = "learnerkit.launch") -> int:
     """Run the command line and return the exit code; its errors begin with the name of the program."""
+    open_standard_files()
     try:
         plan = parse(argv, prog)
         return run(plan) if isinstance(plan, Plan) else plan
     except KeyboardInterrupt:  # This happens only before `run` watches the signals.
         return 128 + signal.SIGINT
+
+
+def open_standard_files() -> None:
+    """Open those of the standard files that the caller has closed: other files would get their numbers."""
+    while (opened := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(opened, True)
+    os.close(opened)
+    sys.stdout = sys.stdout or open(1, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(2, "w")  # noqa: SIM115
 
 
 def run(plan: Plan) -> int:
@@ -281,6 +292,7 @@ def make_folder(option: str, folder: Path) -> None:
     """Make a folder, if it is not there; refuse one that cannot be made."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise ValueError(f"{option} {folder}: {error.strerror}; name a folder that can be made") from error
 
@@ -305,6 +317,8 @@ def choose_command(module: bool, command: list[str]) -> list[str]:
         raise ValueError("nothing to run: name a script (train.py) or a module (-m package.module)")
     if module:
         return ["-m", *command]
+    if os.path.abspath(command[0]).startswith(("/dev/stdin", "/dev/fd/", "/proc/self/fd/")):
+        raise ValueError(f"{command[0]!r} cannot be run, as each process would have to read it: give the script's file")
     if not os.path.isfile(command[0]):
         raise ValueError(f"{command[0]!r} is not a file (in {os.getcwd()}); name a Python script, or use -m")
     return command

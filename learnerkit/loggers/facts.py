@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from learnerkit.data.batches import loader_len
+from learnerkit.text import escaped
 
 _BYTES = 2**24  # the most bytes of a tensor or an array
 _ITEMS = 1000  # the most items of a list
@@ -33,7 +34,7 @@ def code() -> dict[str, Any]:
     """
     script = getattr(sys.modules["__main__"], "__file__", None)
     folder = Path.cwd() if script is None else Path(script).absolute().parent
-    facts: dict[str, Any] = {"command": shlex.join(sys.argv)}
+    facts: dict[str, Any] = {"command": escaped(shlex.join(sys.argv))}  # not every tracker takes all bytes
     status = ["status", "--porcelain=v2", "--branch", "--untracked-files=no"]
     try:
         done = subprocess.run(

@@ -186,6 +186,10 @@ class Logger(NamedState):
         recorder, seen = self.learn.recorder, self._seen
         rates = {"lr": recorder.lrs[-1]} | {name: values[-1] for name, values in recorder.hps.items() if values}
         now = {name: len(logged.values) for name, logged in recorder.logged.items()}
+        if taken := now.keys() & {"step", "loss", *rates}:
+            raise ValueError(
+                f"log_metric got {min(taken)!r}, which {self!r} writes for each step itself; choose another name"
+            )
         logged = {name: (seen.get(name, 0), end) for name, end in now.items() if end > seen.get(name, 0)}
         self._pending.append(_Note(Record(self._before + step, rates, is_row=False), step, logged))
         self._seen, self._noted = now, step

@@ -8,6 +8,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from torch import Tensor
+
 from learnerkit.files import name_or_path, replacing
 from learnerkit.loggers.logger import Logger, Record
 
@@ -83,7 +86,7 @@ def _read(path: Path) -> list[list[str]]:
     if not path.exists():
         return []
     try:
-        with path.open(encoding="utf-8", newline="") as file:
+        with path.open(encoding="utf-8-sig", newline="") as file:  # Excel puts a mark before UTF-8
             return list(csv.reader(file))
     except (ValueError, csv.Error) as e:  # no UTF-8, or a field of more than 131,072 characters
         raise ValueError(f"{path} is not a table that can be continued ({e}); remove it, or give another name") from e
@@ -155,4 +158,6 @@ def _plain(x: Any) -> Any:
         return {str(name): _plain(value) for name, value in x.items()}
     if isinstance(x, list | tuple):
         return list(map(_plain, x))
+    if isinstance(x, np.generic) or (isinstance(x, Tensor) and x.numel() == 1):
+        x = x.item()
     return None if isinstance(x, float) and not math.isfinite(x) else x

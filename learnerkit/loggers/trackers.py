@@ -223,7 +223,7 @@ class WandbCallback(_Service):
 
     def _write(self, records: list[Record]) -> None:
         for record in records:
-            numbers = record.numbers()
+            numbers = {name.replace("*", "_"): value for name, value in record.numbers().items()}  # * is a pattern
             for name in numbers.keys() - self._charted:
                 self._handle.define_metric(name, step_metric="step")
             self._charted |= numbers.keys()
@@ -386,7 +386,7 @@ class MLflowCallback(Tracker):
             for i in range(0, len(metrics), _METRICS):
                 self._handle.log_batch(self._id, metrics[i : i + _METRICS])
         except MlflowException as e:
-            distributed.warn_once(f"{self!r}: records up to step {records[-1].step} are lost: {in_one_line(e)}")
+            distributed.warn_once(f"{self!r}: records are lost: {in_one_line(e)}")
 
     def _write_figure(self, name: str, figure: Any) -> None:
         self._handle.log_figure(self._id, figure, f"{_allowed(name)}-{self._newest}.png")
@@ -517,5 +517,6 @@ _METRICS, _PARAMS, _LONGEST = 1000, 100, 6000
 
 
 def _allowed(name: str) -> str:
-    """Replace the characters of a name that MLflow does not allow."""
-    return re.sub(r"[^\w\-. /]", "_", name).strip("/. ") or "_"
+    """Replace the characters of a name that MLflow does not allow, and leave out what is no path of at most 250."""
+    parts = re.sub(r"[^\w\-. /]", "_", name).strip("/. ").split("/")
+    return "/".join(part for part in parts if part.strip(". "))[:250] or "_"

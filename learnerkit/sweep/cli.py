@@ -4,10 +4,12 @@ import argparse
 import json
 import os
 import signal
+import sys
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,8 @@ def make_parser() -> Parser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # values may have letters that the terminal does not
     parser = make_parser()
     options = parser.parse_args(argv)
     try:

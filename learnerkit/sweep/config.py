@@ -204,7 +204,7 @@ def grid_values(of: Any, size: int, where: str) -> list[Any]:
             f"{where}a grid has {n:,} values of it; at most {GRID_LIMIT:,} points are allowed: use random"
         )
     if step:
-        return [low + i * step for i in range(n)]
+        return [min(low + i * step, high) for i in range(n)]  # rounding may take the last one above
     values = (np.geomspace if of.log else np.linspace)(float(low), float(high), n).tolist()
     return sorted({min(max(round(x) if is_whole else x, low), high) for x in values})
 

@@ -63,7 +63,7 @@ class Sweep:
         rows = []
         for row in self.trials:
             own = {self.config.metric: row.value, "epochs": row.epoch, "state": row.state, "seconds": row.seconds}
-            own |= {"attempts": row.attempt + 1, "place": row.place, "cause": row.cause}
+            own |= {"attempts": row.attempt + 1, "place": row.place, "cause": row.cause, self.config.metric: row.value}
             taken = {"trial", *own}
             values = {f"param_{name}" if name in taken else name: value for name, value in row.values.items()}
             rows.append({"trial": row.number, **values, **own})

@@ -208,8 +208,10 @@ class Workers:
     def _printed(self, run: Run) -> float | None:
         """Return the last value that a trial has printed, or else logged as JSON in a file."""
         folder, metric = self._folder(run), self.study.config.metric
-        logs = [folder / f"attempt-{run.attempt}" / "rank-0.log"]
-        logs += sorted([*folder.glob("*.json"), *folder.rglob("*.jsonl")], key=lambda path: -path.stat().st_mtime)
+        attempts = [folder / f"attempt-{number}" / "rank-0.log" for number in range(run.attempt, -1, -1)]
+        logged = sorted([*folder.glob("*.json"), *folder.rglob("*.jsonl")], key=lambda path: -path.stat().st_mtime)
+        # A trial that was stopped after its fit prints the value no more when it is run again.
+        logs = [attempts[0], *logged, *attempts[1:]]
         for path in filter(Path.is_file, logs):  # a script may remove its folder
             with path.open(encoding="utf-8", errors="replace") as lines:
                 value = last_value(lines, metric)
@@ -227,20 +229,20 @@ def last_value(lines: Iterable[str], metric: str) -> float | None:
 
     Numbers that it cannot read, such as 1,234.5 and 3/6, are passed over.
     """
-    named = re.compile(rf"(?<![\w.-]){re.escape(metric)}[\"']?(?:\s*+[:=]\s*+|\s++)({NUMBER})(?!\w|[.,/]\d)")
+    named = re.compile(rf"(?<![\w./-]){re.escape(metric)}[\"']?(?:\s*+[:=]\s*+|\s++)({NUMBER})(?!\w|[.,/]\d)")
     value = None
-    column = -1
-    n_columns = 0
+    columns: dict[int, int] = {}  # by how many cells the rows of a table have, which one is the metric's
     for line in lines:
         cells = line.split()
         if found := named.findall(line):
             value = _number(found[-1])
         elif metric in cells:
-            column, n_columns = cells.index(metric), len(cells)
-        elif cells and len(cells) == n_columns and re.fullmatch(NUMBER, cells[column]):
+            if not any(re.fullmatch(rf"{NUMBER}[:,.;%]?", cell) for cell in cells):  # such a line is a message
+                columns[len(cells)] = cells.index(metric)
+        elif len(cells) in columns and re.fullmatch(NUMBER, cells[columns[len(cells)]]):
             n_numbers = sum(bool(re.match(NUMBER, cell)) for cell in cells)
-            if n_numbers > n_columns / 2:  # 'saved in 0.5 s' has just one number
-                value = _number(cells[column])
+            if n_numbers > len(cells) / 2:  # 'saved in 0.5 s' has just one number
+                value = _number(cells[columns[len(cells)]])
     return value
 
 

@@ -138,6 +138,8 @@ def test_what_follows_the_script_is_its_own(no_gpu, options, nproc, separator):
         (["--max-restarts", "-1", __file__], "--max-restarts -1: give a number"),
         (["--master-port", "0", __file__], "--master-port 0: give a port from 1 to 65535"),
         (["--log-dir", __file__, __file__], "test_cli.py: File exists; name a folder that can be made"),
+        (["--log-dir", "/proc", __file__], "--log-dir /proc: No such file or directory; name a folder"),
+        (["/dev/stdin"], "'/dev/stdin' cannot be run, as each process would have to read it"),
         (["--nnodes", "3:2", __file__], "--nnodes 3:2: give a number of machines"),
         (["--nnodes", "1:4", "--node-rank", "0", "--master-addr", "a", __file__], "1:4 needs --rdzv-endpoint"),
         (["--nnodes", "2", "--node-rank", "0", __file__], "need --nnodes, --node-rank and --master-addr"),
@@ -767,3 +769,19 @@ def test_the_user_sees_the_error_and_not_its_echo(launched):
     assert follower.startswith("learnerkit.launch: rank 0 then failed: RuntimeError: ")
     assert is_collective_error(follower.partition("then failed: ")[2])
     assert "exit hook ran\n" in out  # the follower may be stopped before it comes to its own
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("closed", ["2>&-", "<&- >&- 2>&-"])
+def test_standard_files_that_are_closed_are_no_obstacle(closed, tmp_path, script_env):
+    script = tmp_path / "own.py"
+    script.write_text(
+        "import os, torch.distributed as dist\ndist.init_process_group('gloo')\ndist.barrier()\n"
+        "print('out', flush=True)\nopen(os.environ['RANK'], 'w')"
+    )
+    command = f'exec "$0" -m learnerkit.launch --nproc 2 --timeout 20 "$1" {closed}'
+    done = subprocess.run(["sh", "-c", command, sys.executable, script], cwd=tmp_path, env=script_env, timeout=100)
+    assert done.returncode == 0
+    assert (tmp_path / "0").exists()
+    assert (tmp_path / "1").exists()

@@ -1,6 +1,7 @@
 """What a logger writes of the code and the data: the commit, the command, and a fingerprint that changes with data."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -100,6 +101,9 @@ def test_the_commit_is_that_of_the_scripts_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     command = {"command": "train.py --name 'two words'"}
     assert code() == command
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "argv", ["train.py", os.fsdecode(b"caf\xe9")])  # bytes that are no UTF-8
+        assert code() == {"command": "train.py 'caf\\udce9'"}
     git(tmp_path, "init", "-q")
     git(tmp_path, "add", ".")
     git(tmp_path, "commit", "-qm", "first")

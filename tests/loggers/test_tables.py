@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from helpers import make_data, make_dls, make_learner, mostly_slow, raises, raising
@@ -108,6 +109,10 @@ def test_the_first_record_has_the_hyper_parameters_and_what_the_user_adds():
     assert {"Norm", "JSONLogger"} <= config["callbacks"].keys()
     assert {"python", "torch", "learnerkit"} == config["versions"].keys()
     assert (config["arch"], config["path"], config["bad"]) == ("mlp", "x", None)
+    own = {"width": np.int64(3), "bias": np.True_, "rate": np.float32(0.5), "share": torch.tensor([0.25])}
+    learner(JSONLogger("own.jsonl", config=own)).fit(1)
+    config = lines("own.jsonl")[0]
+    assert {name: config[name] for name in own} == {"width": 3, "bias": True, "rate": 0.5, "share": 0.25}
     assert JSONLogger(config=SimpleNamespace(lr=1)).config == JSONLogger(config={"lr": 1}).config
     with raises(TypeError, "got config=3"):
         JSONLogger(config=3)
@@ -249,6 +254,22 @@ def test_a_fit_that_failed_and_is_tried_again_from_a_checkpoint_has_no_doubles(t
     learn.fit(2)
     assert [record["step"] for record in lines()[1]] == list(range(1, 11))
     assert [row["epoch"] for row in table()] == ["0", "1"]
+
+
+def test_a_name_that_a_record_of_a_step_has_already_is_refused():
+    for name in ("loss", "lr", "step", "momentum"):
+        log = Callback(after_step=lambda cb, name=name: cb.learn.log_metric(name, -7))
+        with raises(ValueError, f"log_metric got {name!r}, which JSONLogger", "choose another name"):
+            learner(JSONLogger(), log).fit_one_cycle(1)
+        learner(CSVLogger(), log).fit(1)
+        assert table()[0][name] == "-7.0"
+
+
+def test_a_table_that_excel_has_saved_is_continued():
+    learner(CSVLogger()).fit(1)
+    Path("history.csv").write_bytes(b"\xef\xbb\xbf" + Path("history.csv").read_bytes())
+    learner(CSVLogger(append=True)).fit(1)
+    assert [row["epoch"] for row in table()] == ["0", "0"]
 
 
 @pytest.mark.parametrize("content", [b"epoch\n\xff\n", b"epoch\n" + b"1" * 200_000 + b"\n", None])

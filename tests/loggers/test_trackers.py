@@ -28,6 +28,7 @@ from learnerkit import (
     mae,
 )
 from learnerkit.loggers.logger import flat
+from learnerkit.loggers.trackers import _allowed
 from learnerkit.processes.machine import LOOPBACK
 
 pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning")]  # of the trackers' own code
@@ -107,6 +108,17 @@ def test_a_fit_whose_status_mlflow_cannot_take_ends_well(monkeypatch):
     vars(logger).update(_is_own=True, _id="1")
     with pytest.warns(UserWarning, match="the run has no status, FINISHED could not be sent: Gone: no server"):
         logger._leave()
+
+
+@pytest.mark.parametrize(
+    ("name", "allowed"),
+    [
+        ("step//grad_norm", "step/grad_norm"), ("../x", "x"), ("a/../b", "a/b"), ("a//b", "a/b"), ("a:b*c", "a_b_c"),
+        ("..", "_"), ("x" * 300, "x" * 250), ("valid loss", "valid loss"),
+    ],
+)  # fmt: skip
+def test_names_are_such_as_mlflow_takes(name, allowed):
+    assert _allowed(name) == allowed
 
 
 def test_nested_values_get_one_name():

@@ -85,6 +85,8 @@ def test_the_grid_has_every_combination():
     }
     assert read({"algorithm": "grid", "parameters": steps}).grid == [[1, 5, 9], [0, 0.5, 1.0]]
     assert read({"algorithm": "grid", "parameters": {"a": {"type": "int", "min": 1, "max": 4}}}).grid == [[1, 2, 3, 4]]
+    tenths = {"a": {"type": "float", "min": 0.1, "max": 0.3, "step": 0.1}}
+    assert read({"algorithm": "grid", "parameters": tenths}).grid == [[0.1, 0.2, 0.3]]
     own = {"a": {"type": "float", "min": 0, "max": 1}, "b": {"type": "float", "min": 1, "max": 1}}
     assert read({"algorithm": "grid", "gridSize": 3, "parameters": own}).grid == [[0, 0.5, 1], [1]]
 

@@ -69,13 +69,14 @@ def test_the_best_trials_weights_are_found(folder):
     assert found.weights() == trial / "run/checkpoint/model.safetensors"
 
 
-def test_a_parameter_may_have_the_name_of_another_column(tmp_path):
-    config = make_config(CONFIG | {"parameters": {"epochs": {"type": "int", "min": 5, "max": 5}}})
+def test_a_parameter_and_the_metric_may_have_the_names_of_other_columns(tmp_path):
+    parameters = {"epochs": {"type": "int", "min": 5, "max": 5}}
+    config = make_config(CONFIG | {"metric": "seconds", "objective": "minimize", "parameters": parameters})
     study = Study(tmp_path, config)
     study.finish(study.take(), "complete", 0.5)
     (tmp_path / "sweep.json").write_text(json.dumps({"config": config.data, "command": {}}))
     frame = sweep.load(tmp_path).frame()
-    assert (frame["param_epochs"][0], frame["epochs"][0]) == (5, 0)
+    assert (frame["param_epochs"][0], frame["epochs"][0], frame["seconds"][0]) == (5, 0, 0.5)
 
 
 def test_the_plot_shows_trials_importance_and_parameters(folder, plt):

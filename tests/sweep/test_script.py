@@ -66,6 +66,8 @@ def test_without_optuna_the_error_says_what_to_install(script_env, tmp_path):
         ("epoch  accuracy\n\n0      0.25\n\n", 0.25),
         ("the best accuracy yet\naccuracy: 0.25\nsaved in 0.5 s", 0.25),
         ("phase  loss  accuracy\nvalid  1.5  0.25", 0.25),
+        ("epoch  accuracy\n0  0.25\nepoch 0: no better accuracy than 0.5 in 1 row\n1  0.5", 0.5),
+        ("accuracy: 0.25 train/accuracy: 0.5", 0.25),
     ],
 )
 def test_the_last_printed_value_counts(text, value):

@@ -3,6 +3,7 @@
 import argparse
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,18 @@ def test_a_trial_that_removes_its_folder_fails_alone(workers):
 
 def test_a_trial_without_a_folder_has_printed_nothing(workers):
     assert workers._printed(workers.study.take()) is None
+
+
+def test_a_trial_that_prints_no_value_when_it_is_run_again_has_that_of_the_run_before(workers):
+    run = replace(workers.study.take(), attempt=2)
+    folder = workers._folder(run)
+    for attempt, text in enumerate(("loss: 1", "loss: 0.5", "nothing is trained")):
+        log = folder / f"attempt-{attempt}" / "rank-0.log"
+        log.parent.mkdir(parents=True)
+        log.write_text(text)
+    assert workers._printed(run) == 0.5
+    (folder / "log.jsonl").write_text('{"loss": 0.25}')
+    assert workers._printed(run) == 0.25
 
 
 def test_arguments_can_be_parsed():
