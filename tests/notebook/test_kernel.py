@@ -602,11 +602,14 @@ with learn.distrib_ctx(nproc=2):
 def test_rank_0_is_seen_live(kernel):
     shown = kernel.run("""
 import matplotlib.pyplot as plt
+from IPython.display import HTML
 class Talks(Callback):
     def after_epoch(self):
         print(f"rank {distributed.rank()} says hello")
         if distributed.is_main():
             plt.figure(); plt.plot([1, 2]); plt.show()
+    def after_fit(self):
+        display(HTML(f"rank {distributed.rank()} displays"))
     def after_batch(self):
         time.sleep(0.02)
 rows = []
@@ -619,6 +622,7 @@ with learn.distrib_ctx(nproc=2):
     assert shown.error == "", shown.traceback
     assert shown.text.count("rank 0 says hello\n") == 5
     assert "rank 1" not in shown.text
+    assert [page for page in shown.pages if "displays" in page] == ["rank 0 displays"] * 2
     assert shown.pictures == 5
     table = shown.pages[0]
     assert table.count("<tr>") == 4

@@ -2,7 +2,7 @@
 
 import random
 import threading
-from functools import partial
+from functools import lru_cache, partial
 
 import numpy as np
 import pytest
@@ -324,6 +324,25 @@ def test_what_a_loss_counts_and_draws_comes_back():
     assert there.step == here.step > 0
     assert [loss.first for loss in losses] == firsts
     assert firsts[1].getstate() == firsts[0].getstate() != random.Random(0).getstate()
+
+
+def test_a_cached_function_of_a_cell_is_sent_with_what_it_calls():
+    @lru_cache(maxsize=3)
+    def double(n):
+        return 2 * n
+
+    double.__module__ = "__main__"
+    ((copy,), _, _) = sent(double)
+    assert (copy(2), copy(2)) == (4, 4)
+    assert copy.cache_info()[:3] == (1, 1, 3)
+    assert double.cache_info().currsize == 0
+    ((known,), _, _) = sent(cached)
+    assert known is cached  # by its name, as a function of a module
+
+
+@lru_cache
+def cached(n):
+    return n
 
 
 class Damaged(Exception):
