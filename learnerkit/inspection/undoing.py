@@ -93,7 +93,9 @@ def unchanged(learn: "Learner", but: Collection[Callback] = ()) -> Iterator[None
         for calls in (opts, [put_back], opts):  # Loading gives optimizers other groups and tensors.
             for call in calls:
                 stack.callback(call)
-        stack.callback(vars(learn).update, {name: vars(learn)[name] for name in ("opt", "_left_out")})
+        # A callback may set the learner's own attributes, in `before_fit` for example.
+        own = ("opt", "_left_out", "loss_func", "_loss_weighting", "metrics", "logger", "wd", "path")
+        stack.callback(vars(learn).update, {name: vars(learn)[name] for name in own})
         for cb in learn.cbs:
             if not cb.only_fit and cb not in but:
                 put_back_attributes(cb, stack)

@@ -541,6 +541,19 @@ def test_gradients_modes_callbacks_and_metrics_are_what_they_were():
     assert all(cb.learn is learn for cb in cbs)
 
 
+def test_what_a_callback_sets_on_the_learner_is_put_back(tmp_path):
+    def change(cb):
+        learn = cb.learn
+        learn.loss_func, learn.metrics, learn.wd, learn.path = nn.L1Loss(), [], 0.5, tmp_path
+
+    learn = make_learner(metrics=accuracy, cbs=Callback(before_fit=change))
+    names = ("loss_func", "metrics", "wd", "path", "logger")
+    before = [getattr(learn, name) for name in names]
+    assert learn.check()
+    learn.lr_find(num_it=10, show_plot=False)
+    assert all(getattr(learn, name) is value for name, value in zip(names, before, strict=True))
+
+
 def test_callbacks_of_ones_own_see_one_step_and_those_of_a_fit_none():
     heard = []
 
