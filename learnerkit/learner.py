@@ -370,7 +370,7 @@ class Learner(RunState):
             self._read(self.dls.valid, training=False)
 
     @collective
-    def _read(self, dl: Iterable[Any], training: bool) -> None:
+    def _read(self, dl: Iterable, training: bool) -> None:
         """Train on a loader, or validate on it."""
         self.dl, self.training = self.dls.twin(dl, training), training
         self.iter, self.first_iter = -1, 0
@@ -610,7 +610,7 @@ class Learner(RunState):
         self._fit_scheduled(cycle, momentum, n_epoch, lr_max, wd, cbs, reset_opt, start_epoch, n_steps)
 
     def _one_cycle(
-        self, div: float = 25.0, div_final: float = 1e5, pct_start: float = 0.25, moms: tuple[Any, ...] | None = None
+        self, div: float = 25.0, div_final: float = 1e5, pct_start: float = 0.25, moms: tuple | None = None
     ) -> tuple[Callable[[float], Schedule], Schedule]:
         """Return the function that makes a rate's schedule from its peak, and the schedule of the momentum."""
         arguments.check_positive("div", div)
@@ -951,7 +951,7 @@ class Learner(RunState):
             heard = any(type(cb) not in _LEFT_OUT and acts_in_evaluation(cb) for cb in self.cbs)
             return (self._predict_in_loop if heard or overrides(self, "_forward") else self._predict_alone)(items, act)
 
-    def _predict_alone(self, items: list[Any], act: TensorFunction | None) -> list[Prediction]:
+    def _predict_alone(self, items: list, act: TensorFunction | None) -> list[Prediction]:
         """Predict like the loop on a batch for which no callback has a hook; this learner does not change."""
         model, nested = unwrap(self.model), self._dispatch is not None
         device = self.dls.device
@@ -979,7 +979,7 @@ class Learner(RunState):
                 raise
 
     @not_collective("it runs in `distributed.alone()`")
-    def _predict_in_loop(self, items: list[Any], act: TensorFunction | None) -> list[Prediction]:
+    def _predict_in_loop(self, items: list, act: TensorFunction | None) -> list[Prediction]:
         kept, dl = KeepPredictions(len(items), act), self.dls.test_dl(items, bs=len(items), num_workers=0)
         with self._by_itself():
             self._evaluate("predict", dl, kept)
@@ -1058,7 +1058,7 @@ class Learner(RunState):
         return averaged((plain, targets), readings, beta, use_max), targets
 
     @collective
-    def _evaluate(self, task: str, dl: Iterable[Any], cbs: Callbacks) -> None:
+    def _evaluate(self, task: str, dl: Iterable, cbs: Callbacks) -> None:
         """Run without training; inside another run without the events of its outer levels."""
         with self._running(task, cbs) as nested:
             check_loader(dl, "given")

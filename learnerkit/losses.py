@@ -359,7 +359,7 @@ class LossWeight:
         self.asks = tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty)
         by_position = [p for p in parameters if p.kind in _BY_POSITION]
         self.alone = bool(by_position) and all(p.default is not p.empty for p in by_position[1:])
-        self._count: Callable[..., Any] | None = None
+        self._count: Callable | None = None
         if callable(loss_weight):
             self._takes = _arguments_by_position(loss_weight)
         if loss_weight is None and not self.sums and is_cross_entropy(loss_func):

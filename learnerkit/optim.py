@@ -189,7 +189,7 @@ def make_optimizer(opt_func: Callable[..., Any], groups: list[dict], lr: float, 
     return made
 
 
-def _made(opt_func: Callable[..., Any], groups: list[dict], lr: float, model: nn.Module) -> Any:
+def _made(opt_func: Callable, groups: list[dict], lr: float, model: nn.Module) -> Any:
     kind, options = unbound(opt_func)
     is_torchs = isinstance(kind, type) and kind.__module__.startswith("torch.optim")
     is_sparse = any(getattr(module, "sparse", None) is True for module in model.modules())
@@ -290,7 +290,7 @@ def map_rates(f: Callable[[Any], Any], lr: Any) -> Any:
 
 def leaves(lr: Any) -> list[Any]:
     """Return the rates, or schedules, in slices, lists and mappings of them."""
-    items: list[Any] = []
+    items: list = []
     map_rates(items.append, lr)
     return items
 

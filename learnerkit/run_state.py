@@ -362,7 +362,7 @@ CALLBACK = "callback "
 """The beginning of the names of callbacks' entries in a `state_table`."""
 
 
-def _leaves(named: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
+def _leaves(named: Mapping) -> Iterator[tuple[str, Any]]:
     """Yield the tensors and plain values inside nested containers, but no objects, whose `repr` may be an address."""
     for name, value in named.items():
         if isinstance(value, Mapping):
@@ -557,7 +557,7 @@ def filled(here: Any, value: Any) -> Any:
     return here
 
 
-def _kind(t: Tensor) -> tuple[Any, ...]:
+def _kind(t: Tensor) -> tuple:
     return t.shape, t.dtype, t.layout
 
 

@@ -383,7 +383,7 @@ class CollectivesDone:
         return collective() if self._n > self._done else None
 
 
-def _fsdp_groups(module: nn.Module) -> list[Any]:
+def _fsdp_groups(module: nn.Module) -> list:
     """Return the groups of parameters that FSDP2 gathers for a module: at most one, except in versions before 2.11."""
     state: Any = module._get_fsdp_state()  # type: ignore[operator]
     groups = getattr(state, "_fsdp_param_groups", None)

@@ -221,7 +221,7 @@ class EMA(_Averaging):
         self.warmup = module is None if warmup is None else warmup
         self._steps = 0  # optimizer steps of this fit
         self._share: float | None = None  # the share of training at a step whose update is still to come
-        self._hooks: list[Any] = []
+        self._hooks: list = []
         self._frozen: list[Tensor] = []
 
     @property
@@ -505,7 +505,7 @@ class _Statistics(Callback):
 
     order = _Averaging.order + 1
 
-    def __init__(self, norms: list[Any]) -> None:
+    def __init__(self, norms: list) -> None:
         self.norms, self.found = norms, list[dict[str, Tensor]]()
         self._momenta: list[float | None] = []
 
@@ -546,6 +546,6 @@ class _Statistics(Callback):
             vars(norm).pop("forward", None)
 
 
-def _tracking(model: nn.Module) -> Iterator[Any]:
+def _tracking(model: nn.Module) -> Iterator:
     """Return the BatchNorms of a model that have running statistics."""
     return (m for m in unwrap(model).modules() if isinstance(m, BatchNorm) and m.running_mean is not None)

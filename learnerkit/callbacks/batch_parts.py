@@ -84,7 +84,7 @@ class Batches:
         self._total: Any = None  # the loss of the whole batch, without a graph
         self._gradients: dict[Tensor, Tensor] = {}  # its gradients, by parameter, times the scale of the loss
         self._reached: list[Tensor] = []  # parameters on which the predictions depend, but not the loss
-        self._shares: list[Any] = []  # the share of each part in the batch's count
+        self._shares: list = []  # the share of each part in the batch's count
         self._numbers: list[dict[Any, Tensor]] = []  # the model's losses of each part, if its output is not kept
         self._outputs: list[tuple[Any, Any]] = []  # the predictions and the output of each part
         self._shown: Any = None  # the loss that the learner has got
@@ -289,7 +289,7 @@ class Batches:
                 "SplitBatch cannot take a batch in parts: its SyncBatchNorms would wait for as many parts on the other "
                 "ranks; distrib_ctx(sync_bn=False) lets each rank's norms see its own samples",
             )
-        unknown: list[Any] = []
+        unknown: list = []
         if learn.dls.rows_of_pass(learn.xb, learn.yb, unknown.append) != {self.rows} or unknown:
             raise self._error(
                 ValueError,
@@ -538,7 +538,7 @@ class _OfParts(torch.autograd.Function):
         return tuple(t.view_as(t) for t in tensors[:n])
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple:
         if torch.is_grad_enabled():  # torch's `create_graph`
             raise RuntimeError(_SECOND)
         return (None,) * (2 + ctx.n) + tuple(ctx.give(*grads))
@@ -580,7 +580,7 @@ def distinct(x: Any) -> list[Tensor]:
     return list(dict.fromkeys(tensors_in(x)))
 
 
-def _shares(counts: list[Any], sums: bool) -> list[Any]:
+def _shares(counts: list, sums: bool) -> list:
     """Return the share of each part in the batch's count; 1 for losses that are sums."""
     total = sum(counts)
     if sums or (not isinstance(total, Tensor) and not total):
@@ -588,7 +588,7 @@ def _shares(counts: list[Any], sums: bool) -> list[Any]:
     return [count / total for count in counts]
 
 
-def _weighed(values: list[Tensor], shares: list[Any]) -> Tensor:
+def _weighed(values: list[Tensor], shares: list) -> Tensor:
     """Return the sum of the values times their shares; a value with share 0 may be NaN, and is left out."""
     weighed = [
         torch.where(share > 0, value, 0.0) * share if isinstance(share, Tensor) else value * share if share else 0.0
@@ -598,7 +598,7 @@ def _weighed(values: list[Tensor], shares: list[Any]) -> Tensor:
 
 
 def _joined(
-    pieces: list[tuple[Any, Any]], parts: list[Part], shares: list[Any], dim: Any, summed: list[Any]
+    pieces: list[tuple[Any, Any]], parts: list[Part], shares: list, dim: Any, summed: list
 ) -> tuple[tuple[Any, Any], list[tuple[Tensor, _Way]]]:
     """Join the outputs of the parts; a tensor that has no row for each sample becomes `None`.
 
@@ -630,7 +630,7 @@ def _joined(
     return (pred if lists[0] is None else lists[0], output if lists[1] is None else lists[1]), ways
 
 
-def _listed(outputs: Sequence[Any], parts: list[Part]) -> list[Any] | None:
+def _listed(outputs: Sequence, parts: list[Part]) -> list | None:
     """Join lists that have an entry for each sample; `None`: the outputs are no such lists."""
     lists = [with_rows(output, part.rows, True) for output, part in zip(outputs, parts, strict=True)]
     return list(chain(*lists)) if len(parts) > 1 and all(isinstance(x, Rows) for x in lists) else None

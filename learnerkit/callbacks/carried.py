@@ -51,9 +51,9 @@ class CarriedState(Callback):
             raise ValueError(f"got reset={reset!r}; it takes 'epoch' or 'never'")
         self.dim, self.reset = dim, reset
         self._state: Any = None  # the state before the batch; `None`: that of `start`
-        self._new: list[Any] = []  # the state after the batch, once its forward pass is over
+        self._new: list = []  # the state after the batch, once its forward pass is over
         self._gave = False  # whether the forward pass got a state
-        self._outer: list[tuple[Any, list[Any]]] = []  # the states that validations have interrupted
+        self._outer: list[tuple[Any, list]] = []  # the states that validations have interrupted
         self._hooks = ExitStack()
 
     def start(self, n: int) -> Any:

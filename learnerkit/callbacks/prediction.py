@@ -225,7 +225,7 @@ def predicted(learn: "Learner", n: int, act: TensorFunction | None) -> list[Pred
     return predictions
 
 
-def _each(part: Any, n: int) -> Sequence[Any]:
+def _each(part: Any, n: int) -> Sequence:
     "Split a model's output for a batch of `n` samples into an output for a batch of one for each sample."
     if isinstance(part, Tensor) and part.ndim and len(part) == n:
         return part.split(1)

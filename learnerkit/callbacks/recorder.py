@@ -652,7 +652,7 @@ class Recorder(Callback):
         valid = []
         ends = []
         before = 0
-        fits: list[Any] = [*(self.history if all_fits else []), self]
+        fits: list = [*(self.history if all_fits else []), self]
         for fit in fits:
             if "valid_loss" in fit.metric_names:
                 column = fit.metric_names.index("valid_loss") - 1

@@ -318,7 +318,7 @@ class TorchScheduler(Callback):
         self.make = make
         self.step = step
         self.monitor = monitor
-        self._schedulers: list[Any] = []
+        self._schedulers: list = []
         self._undo: list[Callable[[], None]] = []
         self._stepped = False
 

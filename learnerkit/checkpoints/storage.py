@@ -1054,7 +1054,7 @@ def check_types(found: Any, now: Any, name: str) -> None:
         raise CheckpointError(
             f"{name} is damaged: {printable(repr(found))} is not of the type of {printable(repr(now))}"
         )
-    both: Iterable[Any] = ()
+    both: Iterable = ()
     if isinstance(now, dict):
         both = [key for key in now if key in found]
     elif isinstance(now, list | tuple):

@@ -143,7 +143,7 @@ def join_rows(pieces: Sequence[Any], dim: int) -> Any:
 
 def rows_in(part: Any, dims: Dims) -> list[Any]:
     """Return the parts of a nested batch that have an entry for each sample, in order."""
-    parts: list[Any] = []
+    parts: list = []
     map_rows(lambda rows, *_: parts.append(rows), part, dims, itself)
     return parts
 

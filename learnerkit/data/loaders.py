@@ -126,8 +126,8 @@ class DataLoaders:
         self._device = torch.device(device) if device is not None else None
         self._pins = False  # use pinned memory on a CUDA device
         self._said = False  # the user was warned of a doubtful number of samples
-        self._inputs: tuple[Any, partial[Any]] | None = None  # a loader, and the collate function for its inputs
-        self._twins: dict[tuple[Any, ...], tuple[Any, DataLoader[Any]]] = {}  # loaders with their copies, by id and use
+        self._inputs: tuple[Any, partial] | None = None  # a loader, and the collate function for its inputs
+        self._twins: dict[tuple, tuple[Any, DataLoader]] = {}  # loaders with their copies, by id and use
 
     @classmethod
     def from_datasets(
@@ -320,7 +320,7 @@ class DataLoaders:
         dl = self.test_dl([*items], bs=len(items), num_workers=0, generator=torch.Generator())
         return next(iter(dl)), dl
 
-    def _joins_inputs(self, like: Any) -> Callable[[list[Any]], Any]:
+    def _joins_inputs(self, like: Any) -> Callable[[list], Any]:
         """Return the function that collates a loader's inputs without targets; the default one if it collates none."""
         collate = like.collate_fn if getattr(like, "batch_sampler", None) is not None else default_collate
         if not isinstance(like, DataLoader) or collate is default_collate:
@@ -532,7 +532,7 @@ class Unpacker:
         plain = dls.batch_dim == 0 and not self._only_inputs and not dls.takes_targets(arguments, 1, 2)
         usual = type(dls).split is DataLoaders.split  # a subclass may override it
         self._pairs = plain and usual and dls.n_inp in (None, 1) and dls.batch_size is None
-        self._places: list[tuple[Any, ...]] = []  # the parts whose length is the number of samples in a full batch
+        self._places: list[tuple] = []  # the parts whose length is the number of samples in a full batch
 
     def __call__(self, batch: Any, index: int) -> tuple[Any, tuple[Any, ...], tuple[Any, ...], int]:
         """Return (batch on the device, inputs, targets, number of samples) of the loader's batch of index `index`.
@@ -620,7 +620,7 @@ class Unpacker:
             warn(message)
 
 
-def _collate_inputs(collate: Callable[[list[Any]], Any], as_tuples: bool, items: list[Any]) -> Any:
+def _collate_inputs(collate: Callable[[list], Any], as_tuples: bool, items: list) -> Any:
     """Collate inputs alone by a function for samples with targets.
 
     Args:
@@ -639,7 +639,7 @@ def _collate_inputs(collate: Callable[[list[Any]], Any], as_tuples: bool, items:
         ) from e
 
 
-def _yields_tuples(dl: DataLoader[Any]) -> bool:
+def _yields_tuples(dl: DataLoader) -> bool:
     """Tell from its first sample whether a loader's dataset yields tuples."""
     if not has_index(dl):
         return False
@@ -717,7 +717,7 @@ def check_loader(dl: Any, name: str) -> None:
         )
 
 
-def _described(dl: Iterable[Any]) -> str:
+def _described(dl: Iterable) -> str:
     """Describe a loader by its numbers of samples and batches, if they are known, or else by its class."""
     samples, batches = loader_len(getattr(dl, "dataset", None)), loader_len(dl)
     size = getattr(dl, "batch_size", None)

@@ -44,7 +44,7 @@ def epoch_seed(start: Tensor, epoch: int) -> int:
 
 def samplers_of(dl: Any) -> list:
     """Return the sampler objects behind a loader, from the batch sampler inwards."""
-    samplers: list[Any] = []
+    samplers: list = []
     inner = dl
     while True:
         # A sampler is compared with None, because its truth is its length, which it may not have.

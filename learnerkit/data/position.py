@@ -45,8 +45,8 @@ class Position:
         self._per_step = 1  # the number of batches of the user's loader in a step of all ranks
         self._total: int | None = None  # the number of batches of the user's loader in an epoch
         self._batch_size: int | None = None
-        self._order_sources: list[Any] | None = None  # the order sources of the user's loader
-        self._start: list[Any] = []  # their states when the index stream of this epoch began
+        self._order_sources: list | None = None  # the order sources of the user's loader
+        self._start: list = []  # their states when the index stream of this epoch began
         self._begin_epoch(0)
 
     def _begin_epoch(self, epoch: int) -> None:

@@ -203,7 +203,7 @@ def show(dls: "DataLoaders", inputs: list[tuple], notes: dict[str, list[Any]], t
     """
     if not inputs:
         raise ValueError("there are no samples to show; n is 1 or more, and the loader has to have a batch")
-    shown: list[Any] = [x[0] if len(x) == 1 else x for x in inputs]
+    shown: list = [x[0] if len(x) == 1 else x for x in inputs]
     if dls.decode:
         shown = [dls.decode(*x) for x in inputs]
     pictures = [picture for x in shown if (picture := _picture(x)) is not None]

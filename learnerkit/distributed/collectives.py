@@ -294,10 +294,10 @@ def all_gather(x: T, among: str = "") -> list[T]:
             if x.requires_grad and torch.is_grad_enabled():
                 return list(_Gathered.apply(x)) if x.ndim else [part[0] for part in _Gathered.apply(x[None])]
             local = _wire(x.detach()).contiguous()
-            parts: list[Any] = [torch.empty_like(local) for _ in range(world_size())]
+            parts: list = [torch.empty_like(local) for _ in range(world_size())]
             dist.all_gather(parts, local, group(among, local.device.type))
             return [p.to(x.device) for p in parts]
-        everyone: list[Any] = [None] * world_size()
+        everyone: list = [None] * world_size()
         dist.all_gather_object(everyone, x, group(among))
         return everyone
 

@@ -167,7 +167,7 @@ def await_all(keys: dist.Store, what: str, timeout: float, none_moves: Callable[
 
 
 @contextmanager
-def _waiting(keys: dist.Store, ended: PeerError) -> Iterator[Any]:
+def _waiting(keys: dist.Store, ended: PeerError) -> Iterator:
     """Count this rank as one that waits, for which rank 0 stays; give the store, and raise `ended` if it goes away."""
     root, port = _root(keys), store_port(keys)
     waiting = f"learnerkit/waiting/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"

@@ -4,7 +4,6 @@ import re
 import signal
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from learnerkit.text import killed_by
 from learnerkit.torch_internals import workers_of
@@ -32,7 +31,7 @@ def lost_worker(error: Exception) -> str:
     return f"the loader worker {killed_by(signals[0]).rstrip(',')}" if signals else ""
 
 
-def _killing_signals(workers: Sequence[Any]) -> list[int]:
+def _killing_signals(workers: Sequence) -> list[int]:
     """Return the signals that killed workers; an exit code may be known only a moment after the error."""
     end = time.monotonic() + 0.5
     while True:

@@ -123,7 +123,7 @@ def _write_traced(learn: "Learner", path: AnyPath) -> None:
         expected = [predictor(*some, **named) for some, named in batches]
         cases = list(zip(map_batch(lambda t: t.cpu(), batches), expected, strict=True))
 
-        def check(what: str, call: Callable[..., Any]) -> None:
+        def check(what: str, call: Callable) -> None:
             for (some, named), pred in cases:
                 try:
                     result = call(*some, **named)
@@ -198,7 +198,7 @@ def predicting(learn: "Learner", names: list[str]) -> Iterator[programs.Predicto
 
 def _write_onnx(
     program: Any, facts: Facts, path: AnyPath, axes: dict[str, Any], outputs: list[str] | None,
-    check: Callable[[str, Callable[..., Any]], None],
+    check: Callable[[str, Callable], None],
 ) -> None:  # fmt: skip
     """Write ONNX with torch's exporter, and run it on the example if onnxruntime is there."""
     try:

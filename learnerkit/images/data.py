@@ -188,7 +188,7 @@ class ImageData:
             reading.setdefault("classes", label)
         elif kind == "boxes" and several:
             first = {item: i for i, item in reversed(list(enumerate(items)))}
-            boxes: dict[Any, list[Any]] = {item: [] for item in items}
+            boxes: dict[Any, list] = {item: [] for item in items}
             for item, row in zip(items, rows, strict=True):
                 boxes[item].append(row)
             items, rows = list(boxes), [_as_boxes(found) for found in boxes.values()]
@@ -246,10 +246,10 @@ class ImageData:
     @classmethod
     def _of_parts(
         cls,
-        parts: Sequence[tuple[Sequence[Any], list[Any]]],
+        parts: Sequence[tuple[Sequence, list]],
         *,
         targets: str = "class",
-        classes: Iterable[Any] | None = None,
+        classes: Iterable | None = None,
         delim: str | None = None,
         **reading: Any,
     ) -> "ImageData":
@@ -418,13 +418,13 @@ def _check_names(labels: Iterable) -> None:
         raise ValueError("got labels of text and of numbers; all of them are text, or all are whole numbers")
 
 
-def _in_lists(samples: list[tuple[Any, ...]]) -> tuple:
+def _in_lists(samples: list[tuple]) -> tuple:
     "Make a batch of samples that differ in the number of targets."
     pictures, *targets = zip(*samples, strict=True)
     return torch.stack(pictures), *map(list, targets)
 
 
-def _as_boxes(rows: list[tuple[Any, ...]]) -> dict[str, list[Any]]:
+def _as_boxes(rows: list[tuple]) -> dict[str, list]:
     if any(len(row) != 5 for row in rows):
         raise ValueError(f"got {len(rows[0])} columns of boxes; they are five: x0, y0, x1, y1 and the label")
     rows = [row for row in rows if any(x == x and x is not None for x in row)]  # NaN differs from itself

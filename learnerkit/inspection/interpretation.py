@@ -248,7 +248,7 @@ def _without_padding(p: Any, y: Any) -> Any:
     return p[: len(y)] if are_rows else p
 
 
-def _notes(targets: Iterable[Any], found: Iterable[Any], classes: Any) -> dict[str, list[str]]:
+def _notes(targets: Iterable, found: Iterable, classes: Any) -> dict[str, list[str]]:
     """Return the texts to show with samples: their targets and decoded predictions, with wrong ones marked."""
     pairs = [(label(y, classes), label(_without_padding(p, y), classes)) for y, p in zip(targets, found, strict=True)]
     mark = "" if callable(classes) else WRONG  # A text may be right in part.

@@ -192,7 +192,7 @@ def _shortened(text: str, width: int) -> str:
     return text if len(text) <= width else f"{text[:half]}...{text[-half:]}"
 
 
-def _bytes(tensors: Iterable[Any]) -> int:
+def _bytes(tensors: Iterable) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
 

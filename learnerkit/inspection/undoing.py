@@ -232,7 +232,7 @@ def held_tensors(*owners: Any) -> list[Tensor]:
     """Return the plain tensors of modules (parameters, buffers, attributes), of other objects and of partials."""
     inner = [unbound(owner) for owner in owners]
     parts = [part for x, _ in inner for part in (x.modules() if isinstance(x, nn.Module) else [x])]
-    values: list[Any] = [t for part in parts if isinstance(part, nn.Module) for t in own_tensors(part)]
+    values: list = [t for part in parts if isinstance(part, nn.Module) for t in own_tensors(part)]
     values += [x for part in parts for x in attribute_values(part)]
     values += [x for _, keywords in inner for x in keywords.values()]
     return list({id(t): t for t in values if isinstance(t, Tensor) and t.layout is torch.strided}.values())

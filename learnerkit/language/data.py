@@ -237,10 +237,10 @@ class TextData:
 
     def _loader(
         self, ds: Any, tokens: int, seq_len: int, training: bool, weights: Any, **kwargs: Any
-    ) -> DataLoader[Any]:  # fmt: skip
+    ) -> DataLoader:  # fmt: skip
         if isinstance(ds, Tensor):
             kwargs = {"batch_size": max(1, tokens // max(1, seq_len)), "shuffle": training} | kwargs
-            dataset: Dataset[Any] = TokenBlocks(ds, seq_len)
+            dataset: Dataset = TokenBlocks(ds, seq_len)
         else:
             drawn = None if weights is None else sample_weights(weights, ds, self.classes)
             dataset, kwargs["batch_sampler"] = ds, LengthBatches(ds.lengths, tokens, shuffle=training, weights=drawn)
@@ -325,7 +325,7 @@ def _read(file: Path) -> str:
         raise ValueError(f"{file} is not UTF-8 ({e}); convert it, or read the files yourself, for from_texts") from e
 
 
-def _numbered(labels: Iterable[Any], n: int) -> tuple[np.ndarray, list[Any]]:
+def _numbered(labels: Iterable, n: int) -> tuple[np.ndarray, list]:
     """Return the number of each label's class, and the classes, sorted."""
     labels = list(labels)
     array = np.asarray(labels)
@@ -341,7 +341,7 @@ def _numbered(labels: Iterable[Any], n: int) -> tuple[np.ndarray, list[Any]]:
     return numbers.astype(np.int64), classes.tolist()
 
 
-def _check_classes(classes: list[Any], trained: np.ndarray) -> None:
+def _check_classes(classes: list, trained: np.ndarray) -> None:
     if len(classes) < 2:
         raise ValueError(
             f"all texts have the class {classes[0]!r}; there is nothing to learn"

@@ -57,7 +57,7 @@ def torchmetrics_in(x: Any) -> list[Any]:
     return list({id(metric): metric for metric in _torchmetrics_in(x, depth=4)}.values())
 
 
-def _torchmetrics_in(x: Any, depth: int) -> Iterator[Any]:
+def _torchmetrics_in(x: Any, depth: int) -> Iterator:
     if "torchmetrics" not in sys.modules or not depth:
         return
     if isinstance(x, nn.Module):

@@ -293,7 +293,7 @@ class Workers:
 
     def _take_messages(self, seconds: float) -> None:
         living = [p for p in self._processes if p.state != "dead"]
-        sources: list[Any] = [f for p in living for f in (p.connection, p.process.stdout) if f is not None]
+        sources: list = [f for p in living for f in (p.connection, p.process.stdout) if f is not None]
         connection.wait(sources, seconds)
         for p in living:
             # The process is polled first, so that no message is missed. The connection does not show its end: a loader

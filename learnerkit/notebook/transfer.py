@@ -36,7 +36,7 @@ from learnerkit.utils import listify, warn
 _CONTAINERS = (list, dict, set, deque, Tensor, np.ndarray, *GENERATORS)
 """Types of values that change in place, and are sent back although they are the same objects."""
 
-_OWNERS: tuple[Any, ...] = (nn.Module, Optimizer, Callback, Tensor)
+_OWNERS: tuple = (nn.Module, Optimizer, Callback, Tensor)
 """Types of objects whose attributes are sent back, wherever the pickler meets them."""
 
 
@@ -82,7 +82,7 @@ def send(call: Call, random_states: tuple | None) -> tuple[IO[bytes], str, list[
     """
     logger: Any = call.learn.logger
     # A user's own logger is not sent: the workers read a function that sends its rows.
-    left_out: list[Any] = [] if isinstance(logger, TableLogger) or logger in call.learn.cbs else [logger]
+    left_out: list = [] if isinstance(logger, TableLogger) or logger in call.learn.cbs else [logger]
     pickler = make_pickler(numbered(left_out))
     try:
         pickler.dump((random_states, get_options(), typed_sources(), call))
@@ -118,11 +118,11 @@ def receive(path: str, log_row: Callable[[list], None]) -> Received:
     return Received(call, owners, others, list(map(_held, owners)))
 
 
-def _cells(met: list[Any]) -> list[Any]:
+def _cells(met: list) -> list:
     return [x for x in met if isinstance(x, type | FunctionType) and x.__module__ == "__main__"]
 
 
-def _shared(call: Call, met: list[Any]) -> tuple[list[Any], list[Any]]:
+def _shared(call: Call, met: list) -> tuple[list, list]:
     """Return the objects that the pickler met: those whose attributes are sent back, and the other shared ones."""
     learn = call.learn
     cells, main = _cells(met), vars(sys.modules["__main__"])

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.optim import Optimizer
@@ -170,7 +170,7 @@ class Averager:
         return bool(self._unused(facts[0]) or self.cb.find_unused_parameters)
 
     @collective
-    def _of_all_ranks(self, first: tuple | None) -> list[Any]:
+    def _of_all_ranks(self, first: tuple | None) -> list:
         """Return each of the facts about the first batch, of all ranks with data; an empty list if no rank has any."""
         mine = first and (*first, buffer_marks(self.learn.model, self.learn.loss_func))
         everyone = [facts for facts in distributed.all_gather(mine) if facts is not None]

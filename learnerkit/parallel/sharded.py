@@ -96,14 +96,14 @@ class Shards:
         self._taken = dict["Optimizer", tuple[Any, list[tuple[dict, str, Any]]]]()
         self.take_optimizers(opts)
         self._n_voting = 0
-        self._votes: list[Any] = []
+        self._votes: list = []
         self._kept = set[int]()  # indices, in `divided`, of what stays gathered
 
     def _fully_shard(self, free: bool = False) -> None:
         """Let FSDP2 divide the parameters of the modules; with `free` the originals are emptied."""
         # This hook runs before FSDP's own hooks, which free the unit: the parameters are whole here.
         copy_views = torch.compiler.disable(_after_unit)
-        self._hooks: list[Any] = [m.register_forward_hook(copy_views) for m in self.divided]
+        self._hooks: list = [m.register_forward_hook(copy_views) for m in self.divided]
         group: Any = distributed.group("gradients", self.device.type) or dist.group.WORLD
         self._mesh = DeviceMesh.from_group(group, self.device.type)
         whole = {p for p in self.model.parameters() if not _is_divisible(p)}
@@ -390,7 +390,7 @@ class _Divided(nn.Parameter):
         return func(*args, **kwargs)
 
 
-def _hooks_of(p: Tensor) -> tuple[list[Any], list[Any]] | None:
+def _hooks_of(p: Tensor) -> tuple[list, list] | None:
     """Return a parameter's gradient hooks and its post-accumulate hooks, or `None` if it has none."""
     tables = [[*(hooks or {}).values()] for hooks in gradient_hooks(p)]
     return (tables[0], tables[1]) if any(tables) else None

@@ -96,7 +96,7 @@ class Sharded:
         begin, note, note_output, begin_part, note_part = map(
             torch.compiler.disable, (self._begin, self._note, self._note_output, self._begin_part, self._note_part)
         )
-        self._hooks: list[Any] = [
+        self._hooks: list = [
             shards.model.register_forward_pre_hook(begin, prepend=True),
             *(unit.register_forward_hook(note, prepend=True) for unit, owned in self._owned.items() if owned),
             *(unit.register_forward_hook(note_output) for unit in self._owned),
@@ -226,7 +226,7 @@ class Sharded:
         if learn.step_due:
             # The reduction runs during the backward pass.
             work = dist.all_reduce(vector, group=distributed.group("gradients", vector.device.type), async_op=True)
-        zeros: list[Any] = []
+        zeros: list = []
         # From a loss that gathers, the other ranks would get gradients, too; there it stays the weighed one.
         if not (something or self._looks or weighting_of(learn).gathers) and loss is not None and loss.requires_grad:
             # The batch is a stand-in sample, or one that this rank has left: its loss has the same graph as on the

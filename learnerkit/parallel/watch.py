@@ -137,7 +137,7 @@ class Watch:
 
         Return `None` if the store does not answer soon: the process that hosts it, often rank 0's, may be stopped.
         """
-        results: list[Any] = []
+        results: list = []
         thread = threading.Thread(target=lambda: results.append(work(*args)), daemon=True)
         thread.start()
         for _ in range(round(6 * ANSWER_SECONDS)):  # a little longer than the function itself waits

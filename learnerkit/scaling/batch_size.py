@@ -239,7 +239,7 @@ class _Search:
             return -(-wanted // (size * self.ranks))
         return 1 if own is None else own.n_batches or 1
 
-    def _loaders(self, size: int, n: int) -> list[Any]:
+    def _loaders(self, size: int, n: int) -> list:
         "Make loaders of `n` batches of this size, and of one batch for validation, whose size is scaled alike."
         valid = self.valid
         if isinstance(valid, _Source):

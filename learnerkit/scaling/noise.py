@@ -162,7 +162,7 @@ class GradientNoiseScale(Callback):
         self._row: dict[str, Any] | None = None  # the step that is being measured
         self._norms: dict[int, Tensor] = {}  # norms of the gradients in the current backward pass
         self._heard: list[Tensor] = []  # the parameters with hooks
-        self._hooks: list[Any] = []
+        self._hooks: list = []
 
     def before_fit(self) -> None:
         learn = self.learn

@@ -365,7 +365,7 @@ def make_config(data: dict[str, Any]) -> Config:
     for name in ("pruner", *IGNORED):
         section.take(name)
     section.end()
-    grid: list[list[Any]] | None = None
+    grid: list[list] | None = None
     if algorithm == "grid":
         grid = [grid_values(each, size, f"parameters.{name}: ") for name, each in parameters.items()]
         if math.prod(map(len, grid)) > GRID_LIMIT:

@@ -223,7 +223,7 @@ class Study:
             trial.set_user_attr("place", f"{socket.gethostname()} {place}".strip())
             return Run(number, trial.number, trial._trial_id, attempt, trial.params, lock)
 
-    def _plan_next(self, firsts: list[Any]) -> None:
+    def _plan_next(self, firsts: list) -> None:
         """Enqueue the values of the next trial if they come from the grid, or repeat others; else the sampler draws."""
         n, repeats = len(firsts), self.config.repeats
         if self._grid:
@@ -286,8 +286,8 @@ class Study:
     def _running(self, key: int) -> Path:
         return self.folder / "running" / str(key)
 
-    def _trials(self) -> list[Any]:
-        trials: list[Any] = self.study.get_trials(deepcopy=False)
+    def _trials(self) -> list:
+        trials: list = self.study.get_trials(deepcopy=False)
         return trials
 
     def reported(self, run: Run) -> tuple[float | None, bool]:

@@ -326,7 +326,7 @@ def _said(what: str, names: Iterable[str], joint: str = ", ") -> str:
 
 def _reasons(left: Mapping[Any, Seen]) -> list[str]:
     """Describe the columns that are left out, grouped by the reason."""
-    columns: dict[str, list[Any]] = {}
+    columns: dict[str, list] = {}
     for name, seen in left.items():
         columns.setdefault(seen.why or "not named", []).append(name)
     return [f"{first_few(names, n=20)} ({why})" for why, names in columns.items()]
@@ -368,7 +368,7 @@ def _as_frame(rows: Rows) -> "DataFrame":
     return pd.DataFrame([dict(row) for row in rows]).infer_objects()
 
 
-def _check_columns(frame: "DataFrame", names: list[Any]) -> None:
+def _check_columns(frame: "DataFrame", names: list) -> None:
     """Refuse a frame without these columns, and a name that is there twice."""
     check_columns(frame, names)
     for name in names:

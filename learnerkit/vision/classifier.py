@@ -311,7 +311,7 @@ def _is_torchvisions(builder: Callable) -> bool:
     return (getattr(builder, "__module__", None) or "").startswith("torchvision.")
 
 
-def _named(name: str) -> Callable[..., Any]:
+def _named(name: str) -> Callable:
     "Return the builder of torchvision, or else of timm, that has this name."
     from torchvision import models
 
