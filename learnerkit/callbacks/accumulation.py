@@ -8,7 +8,7 @@ from learnerkit import arguments, optim
 from learnerkit.callback import Callback
 from learnerkit.callbacks.training import at_last_batch
 from learnerkit.events import CancelBatchException, CancelStepException
-from learnerkit.gradient_mean import GradientMean, host_count, scale_gradients
+from learnerkit.gradient_mean import GradientMean, counts_something, host_count, scale_gradients
 from learnerkit.losses import loss_sums, output_of
 from learnerkit.state import State
 
@@ -89,7 +89,8 @@ class GradientAccumulation(Callback):
         """Compute the weighted gradients of the batch, and after the step's last batch correct them."""
         learn, mean = self.learn, self.mean
         count = host_count(learn.loss_count)
-        if not mean.begun:  # a count on the device is not read, to avoid a host-device sync
+        if not (mean.begun and counts_something(mean.counted)):
+            # A count on the device is not read, to avoid a host-device sync.
             mean.begin((learn.batch_size if isinstance(count, Tensor) else count) * learn.step_batches or 1.0)
         mean.counted = mean.counted + count
         learn.loss_grad = mean.weigh(learn.loss_grad, count, output_of(learn))

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from learnerkit import Callback, DataLoaders, GradientAccumulation, Learner
+from learnerkit import Callback, DataLoaders, GradientAccumulation, Learner, MixedPrecision
 from learnerkit.distributed import facts
 from learnerkit.events import (
     CancelBackwardException,
@@ -410,3 +410,22 @@ def test_a_loss_that_sums_by_its_own_word():
         learn.fit(1, 0.01, cbs=cbs)
         found.append(weights(learn.model))
     close(*found)
+
+
+@pytest.mark.filterwarnings("ignore:mixed precision with float16 is some 30 times slower")
+def test_a_first_batch_that_counts_nothing_does_not_overflow_half_precision():
+    x, y = torch.randn(8, 4, 64, generator=torch.Generator().manual_seed(0)), torch.zeros(8, 64, dtype=torch.long)
+    y[:4] = -100
+
+    def trained(*cbs):
+        torch.manual_seed(0)
+        dls = DataLoaders(DataLoader(TensorDataset(x, y), 4), device="cpu")
+        cbs = [GradientAccumulation(n_batches=2), *cbs]
+        learn = Learner(dls, nn.Conv1d(4, 3, 1), nn.CrossEntropyLoss(), opt_func=torch.optim.SGD, lr=0.1, cbs=cbs)
+        with learn.no_logging(), learn.no_bar():
+            learn.fit(1)
+        return learn
+
+    half = trained(MixedPrecision("fp16", init_scale=2.0**12))
+    assert half.mixed_precision.skipped == 0
+    torch.testing.assert_close(half.model.weight, trained().model.weight, rtol=0, atol=1e-3)
