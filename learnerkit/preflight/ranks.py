@@ -4,6 +4,7 @@ import re
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from itertools import chain, islice, product
@@ -220,7 +221,8 @@ def _join(learn: "Learner", callback: DistributedCallback, wait: timedelta, n: i
 
 def _first_batches(dl: Any, n: int) -> Any:
     """Return the first `n` batches of a loader in dataset order, the last one a sample short for uneven shares."""
-    dl = in_order(dl, "1")
+    with suppress(ValueError):  # a loader of whole batches is read in its own order
+        dl = in_order(dl, "1")
     if not _has_indices(dl):
         return dl
     batches = list(islice(dl.batch_sampler, n))

@@ -127,6 +127,11 @@ class Stream(IterableDataset):
         yield from make_classes(30)
 
 
+def whole_batches():
+    batches = [[0, 1, 2, 3], [4, 5, 6], [7, 8, 9, 10, 11]]
+    return DataLoaders(DataLoader(make_classes(30), batch_size=None, sampler=batches), device="cpu")
+
+
 def streams():
     return DataLoaders(DataLoader(Stream(), 8), DataLoader(Stream(), 8), device="cpu")
 
@@ -144,8 +149,19 @@ def streams():
         soak(lambda: make().to_distributed(), ""),
         soak(lambda: make(cbs=RandomStart()), ""),
         slow(lambda: make(dls=streams()), "(30 samples)"),
+        slow(lambda: make(dls=whole_batches()), "(12 samples)"),
     ],
-    ids=["mlp", "weighted", "rnn", "weights", "no validation", "distributed", "random start", "stream"],
+    ids=[
+        "mlp",
+        "weighted",
+        "rnn",
+        "weights",
+        "no validation",
+        "distributed",
+        "random start",
+        "stream",
+        "whole batches",
+    ],
 )
 def test_other_right_learners_pass(case, says, capsys):
     check_that_it_passes(case(), says, capsys)
