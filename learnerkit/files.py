@@ -27,7 +27,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, BinaryIO, TypeVar
+from types import SimpleNamespace
+from typing import Any, BinaryIO, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -179,12 +180,29 @@ def save_whole(obj: Any, file: AnyPath | BinaryIO) -> None:
         CheckpointError: the file cannot be written, for lack of space or permissions; the old one is unchanged.
     """
     if not isinstance(file, Path | StorePath):
-        torch.save(obj, file)
+        _save(obj, file)
         return
     with replacing(file) as temporary, open(temporary, "xb") as opened:
-        torch.save(obj, opened)
+        _save(obj, opened)
         opened.flush()
         os.fsync(opened.fileno())
+
+
+def _save(obj: Any, file: BinaryIO) -> None:
+    """Save an object by torch, and raise the first error of a write, which torch would hide behind one of its own."""
+    errors: list[OSError] = []
+
+    def write(data: Any) -> int:
+        try:
+            if not errors:
+                file.write(data)
+        except OSError as e:
+            errors.append(e)
+        return len(data)
+
+    torch.save(obj, cast(BinaryIO, SimpleNamespace(write=write, flush=lambda: None)))
+    if errors:
+        raise errors[0]
 
 
 @collective
@@ -380,7 +398,9 @@ def without_tied(weights: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[st
                 "save to a name that ends in .pth"
             )
         start = storage_of(tensor) if is_shard(tensor) else tensor.data_ptr()
-        place = (tensor.device, start, tensor.dtype, tensor.shape, tensor.stride())
+        place = (
+            tensor.device, start, tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
+        )  # fmt: skip
         if tensor.numel() and name not in _NOTES and first.setdefault(place, name) != name:
             notes[name] = first[place]
         else:
@@ -529,7 +549,8 @@ def read_tensors(
 
 def tied_names(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tied tensors by their additional names, from the notes of a file."""
-    return {name: tensors[other] for name, other in notes_of(path).items() if name not in tensors and other in tensors}
+    second = {name: other for name, other in notes_of(path).items() if name not in (*_NOTES, *tensors)}
+    return {name: tensors[other] for name, other in second.items() if other in tensors}
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -547,7 +568,8 @@ def is_mappable(path: Path) -> bool:
     A checkpoint of this library is refused: it has files of the same names, and a manifest to verify them.
     """
     if path.is_dir():
-        return bool(weight_files(path)) and not (path / MANIFEST).exists()
+        names = ("model.safetensors", "model.safetensors.index.json")
+        return any((path / name).is_file() for name in names) and not (path / MANIFEST).exists()
     return path.suffix == SAFETENSORS
 
 
@@ -595,6 +617,8 @@ def read(file: AnyPath | BinaryIO, device: Any, name: str = "") -> Saved:
     if not isinstance(state, dict):
         raise CheckpointError(f"{name} holds a {type(state).__name__}, not the weights of a model")
     weights = _entry(state, _MODEL_NAMES)
+    if others := [key for key in (state if weights is None else weights) if not isinstance(key, str)]:
+        raise CheckpointError(f"{name} has the entry {others[0]!r}, and the names of weights are texts")
     if weights is None:
         return Saved(name, state)
     scaler = _entry(state, ("scaler",)) or {}

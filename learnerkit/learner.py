@@ -59,7 +59,7 @@ from learnerkit.events import (
 from learnerkit.explain import explain, is_out_of_memory
 from learnerkit.files import CheckpointError, File, Saved, fitted, save_whole
 from learnerkit.inspection.undoing import give_shapes, move_to_device, unchanged
-from learnerkit.large.mapped import made_model
+from learnerkit.large.mapped import fill_buffers, made_model
 from learnerkit.losses import (
     LossWeight,
     Weight,
@@ -1624,7 +1624,9 @@ class Learner(RunState):
         distributed.follow_rank0("load")
         model, place = unwrap(self.model), files.place_of(self, file)
         if self.mapped is not None and isinstance(place, Path) and files.is_mappable(place):
-            self.mapped.fill(model, fitted(files.read_mapped(place), model, strict).weights)
+            weights = fitted(files.read_mapped(place), model, strict).weights
+            self.mapped.fill(model, weights)
+            fill_buffers(model, weights)
             return self
         saved = fitted(self._read_saved(place, "cpu" if device is None else device), model, strict)
         move_to_device(self)

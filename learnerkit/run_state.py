@@ -440,6 +440,12 @@ def put_model(learn: "Learner", state: Mapping[str, Any], with_opt: bool = True,
     model = unwrap(learn.model)
     weights = copy.copy(state["model"])  # loading may remove prefixes of its names
     saved = fitted(Saved(name, weights), model, strict=True)
+    shapes = [[tuple(t.shape) for t in tensors] for tensors in (values_beside(learn), state["beside"])]
+    if shapes[0] != shapes[1]:
+        raise CheckpointError(
+            f"{name} has values of the shapes {shapes[1]} beside the model, such as weight= of the loss, and this "
+            f"learner {shapes[0]}: make the Learner with the same loss"
+        )
     put_trained(learn, state, with_opt)
     model.load_state_dict(rows_for(saved.weights, model))
 

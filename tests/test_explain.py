@@ -112,6 +112,12 @@ ROWS = {
         ["from 1 to 3", "3 outputs, for classes 0 to 2", "subtract 1"]),
     "too few outputs": (lambda: learner(model=flat(16, 2)), ["from 0 to 2", "2 outputs", "give it 3 outputs"]),
     "labels from -1": (lambda: learner(images(1, 4, 4, labels=LABELS - 1)), ["from -1 to 1", "ignore_index=-1"]),
+    "a label beyond the ignored one": (
+        lambda: learner(images(1, 4, 4, labels=torch.where(LABELS == 1, 255, 7)),
+                        loss_func=nn.CrossEntropyLoss(ignore_index=255)), ["from 7 to 7", "give it 8 outputs"]),
+    "labels as floats for a margin": (
+        lambda: learner(images(1, 4, 4, labels=LABELS.float()), loss_func=nn.MultiMarginLoss()),
+        ["float32", "y.long()"]),
     "a column of labels": (lambda: learner(images(1, 4, 4, labels=LABELS[:, None])), ["(4, 1)", "y.squeeze(1)"]),
     "one-hot labels": (lambda: learner(images(1, 4, 4, labels=F.one_hot(LABELS))), ["int64 (4, 3)", "y.argmax(1)"]),
     "labels as floats": (lambda: learner(images(1, 4, 4, labels=LABELS.float())), ["float32", "y.long()"]),
@@ -212,6 +218,46 @@ def test_a_mistake_is_explained(name):
     error = failed(make())
     (note,) = (n for n in notes(error.__cause__ if "lazy" in name else error) if not n.startswith("raised in"))
     assert [part for part in parts if part not in note] == []
+
+
+class Missing(Dataset):
+    """As a picture that cannot be read."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, i):
+        return torch.ones(None.shape), i
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Flatten())
+
+    def forward(self, x):
+        return self.body(x, x)
+
+
+class Penalized(Net):
+    def forward(self, x):
+        y = self.layer(x)
+        return y + torch.autograd.grad(y.sum(), x)[0].sum()
+
+
+WRONG_ADVICE = {
+    "a sample": (lambda: learner(Missing()), "has None in it"),
+    "a part called with two": (lambda: learner(model=nn.Sequential(Twice(), nn.Linear(16, 3))), "forward takes"),
+    "the user's own gradient": (lambda: learner(model=Penalized(None)), "the loss does not depend"),
+    "weights of classes": (
+        lambda: learner(loss_func=nn.CrossEntropyLoss(weight=torch.ones(3).double())), "the targets are"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG_ADVICE)
+def test_an_error_of_another_kind_gets_no_advice_for_this_one(name):
+    make, advice = WRONG_ADVICE[name]
+    assert not any(advice in note for note in notes(failed(make())))
 
 
 def test_a_validation_whose_loss_needs_gradients_is_explained():

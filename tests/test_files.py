@@ -675,6 +675,31 @@ def test_tied_weights_stay_tied(tmp_path, by):
     assert other.model.two.weight is other.model.one.weight
 
 
+class Named(nn.Module):
+    """Its parameter has the name that safetensors' notes have for torch, and one buffer is another, conjugated."""
+
+    def __init__(self):
+        super().__init__()
+        self.pt = nn.Parameter(torch.ones(3))
+        self.register_buffer("z", torch.tensor([1 + 2j, 3 - 1j]))
+        self.register_buffer("conj", self.z.conj())
+        self.register_buffer("imag", self.z.conj().imag)
+
+    def forward(self, x):
+        return x * self.pt[0]
+
+
+def test_names_of_notes_and_conjugated_views_are_no_tied_weights(tmp_path):
+    learn = make_learner(model=Named())
+    learn.save(tmp_path / "one.safetensors")
+    with torch.no_grad():
+        learn.model.pt.zero_()
+        learn.model.z.zero_()
+    learn.load(tmp_path / "one.safetensors", with_opt=False)
+    found, expected = learn.model.state_dict(), Named().state_dict()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
 def test_a_module_learns_from_safetensors_by_which_version_its_weights_were_saved(tmp_path):
     learn = make_learner(model=Scale())
     learn.save(tmp_path / "one.safetensors")
@@ -784,6 +809,15 @@ def test_a_state_of_the_optimizer_that_is_none_is_refused(wrong):
     refuses(learn, "one", "one.pth does not fit")
 
 
+def test_names_that_are_no_texts_and_a_damaged_index_are_refused(tmp_path):
+    torch.save({0: torch.zeros(1)}, tmp_path / "numbers.pth")
+    with pytest.raises(CheckpointError, match=r"numbers.pth has the entry 0, and the names of weights are texts"):
+        make_learner().load(tmp_path / "numbers.pth")
+    (tmp_path / "model.safetensors.index.json").write_text("{no")
+    with pytest.raises(CheckpointError, match="cannot be read as safetensors: JSONDecodeError"):
+        make_learner().load(tmp_path)
+
+
 def test_a_state_that_a_fused_step_would_write_beyond_is_refused():
     learn = trained()
     state = torch.load(learn.save("one"), weights_only=True)
@@ -822,6 +856,15 @@ def test_r29_a_full_disk_is_an_error_with_the_path(name):
             learn.save(name)
         assert path.read_bytes() == before
         assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+def test_a_disk_that_is_full_in_the_middle_of_a_tensor_is_told_as_such(tmp_path):
+    (tmp_path / "one.pth").write_bytes(b"old")
+    for file in (tmp_path / "one.pth", (tmp_path / "open.pth").open("wb", buffering=0)):
+        with largest_file(100_000), pytest.raises((CheckpointError, OSError), match="File too large"):
+            save_whole({"a": torch.zeros(100_000)}, file)
+    file.close()
+    assert (tmp_path / "one.pth").read_bytes() == b"old"
 
 
 def test_r28_a_compressed_file_is_refused_before_it_fills_the_memory(tmp_path):

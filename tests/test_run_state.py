@@ -6,6 +6,7 @@ import io
 import pytest
 import torch
 from helpers import make_data, make_learner, make_model, mostly_slow, raises, same_weights
+from torch import nn
 from torch.optim import SGD
 from torch.utils.data import DataLoader
 
@@ -155,6 +156,19 @@ def test_a_state_with_missing_parts_is_refused():
     learn = make()
     with raises(CheckpointError, "got a state without model, opt", "learn.load takes files of weights"):
         learn.load_state_dict({})
+
+
+def test_a_state_of_another_loss_is_refused_and_changes_nothing():
+    learn = make()
+    learn.loss_func = nn.HuberLoss()
+    learn.fit(1)
+    state = learn.state_dict()
+    learn.loss_func.register_buffer("scale", torch.ones(3))
+    learn.fit(1)
+    before = copy.deepcopy(learn.opt.state_dict())
+    with raises(CheckpointError, "values of the shapes [] beside the model", "this learner [(3,)]", "the same loss"):
+        learn.load_state_dict(state)
+    assert str(learn.opt.state_dict()) == str(before)
 
 
 def test_an_argument_of_a_callback_is_the_scripts():

@@ -150,7 +150,7 @@ def label(y: Any, classes: Sequence[str] | Callable[[Tensor], str] | None) -> st
     is_mask = isinstance(y, Tensor) and y.ndim == 1 and (y.dtype == torch.bool or y.is_floating_point())
     if is_mask and classes and len(y) == len(classes):
         return ", ".join(str(name) for name, there in zip(classes, (y > 0.5).tolist(), strict=True) if there) or "none"
-    return cell(y)
+    return cell(y.int() if isinstance(y, Tensor) and y.dtype == torch.bool else y)  # targets may be 0.0 and 1.0
 
 
 DRAWN = ("points", "boxes", "masks")

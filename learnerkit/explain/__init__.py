@@ -87,13 +87,16 @@ def _lines(learn: "Learner", error: Exception) -> list[str]:
     if loads:
         samples = mends.samples_of(frames)
         first = describe(next(iter(samples.values()), None))
-        return [mend or mends.of_samples(samples, text), f"the samples are such as {first}" if samples else ""]
+        collates = any("_utils.collate" in frame.f_globals.get("__name__", "") for frame in frames)
+        if collates or "_utils/collate.py" in text:  # the text of a worker has its traceback
+            mend = mend or mends.of_samples(samples, text)
+        return [mend, f"the samples are such as {first}" if samples else ""]
     if "take_loss" in names:
         got = f"the loss got predictions: {describe(learn.pred)}; targets: {describe(learn.yb)}"
         return [mend or mends.of_loss(learn, frames, text), got]
     model = unwrap(learn.model)
     name, layer, given = _innermost(frames, model)
-    mend = mend or mends.of_call(learn, text) or mends.of_comparison(frames, text)
+    mend = mend or ("" if name else mends.of_call(learn, text)) or mends.of_comparison(frames, text)
     lines = [mend or (mends.of_layer(layer, given, text) if layer is not None else "")]
     if name:
         settings = layer.extra_repr()

@@ -7,7 +7,7 @@ from math import prod
 from types import FrameType
 from typing import Any
 
-from torch import Tensor, float64, nn, uint8
+from torch import Tensor, float64, int64, nn, uint8
 from torch.optim import Optimizer
 
 from learnerkit import distributed
@@ -20,7 +20,7 @@ from learnerkit.values import describe, entries, tensors_in
 
 NOT_ALONE = "choose another batch size, or leave the last batch out: DataLoaders.from_datasets(..., drop_last=True)"
 _FASTAIS = ("set_hyper", "set_hypers", "hypers", "set_freeze")  # methods that only fastai's optimizers have
-_BY_CLASS = ("cross_entropy", "nll_loss")  # losses whose targets are the numbers of classes
+_BY_CLASS = ("cross_entropy", "nll_loss", "multi_margin_loss")  # losses whose targets are the numbers of classes
 _ALONE = "Expected more than 1 value per channel"  # the beginning of torch's message
 _REST = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 _OF_A_TYPE = "dtype|Input type|scalar type|Double|Byte"  # words of errors about types
@@ -65,6 +65,8 @@ def of_run(learn: "Learner", error: Exception, text: str) -> str:
                 "an evaluation computes no gradients: compute what needs them in `with torch.enable_grad():`, or leave "
                 "it out, as a loss that takes the keyword `training` can: def loss(pred, target, *, training)"
             )
+        if "differentiated" in text:  # by the user's own torch.autograd.grad
+            return ""
         return (
             "the loss does not depend on the model's parameters: look for no_grad, detach, .data, .item() or .numpy() "
             "in forward and in the loss"
@@ -224,7 +226,7 @@ def of_comparison(frames: list[FrameType], text: str) -> str:
     if target.is_floating_point() and not scores.is_floating_point():
         return "loss_func is called as f(pred, target), and takes them the other way round"
     if frame.f_code.co_name in _BY_CLASS:
-        return _of_classes(scores, target, text)
+        return _of_classes(scores, target, text, frame.f_locals.get("ignore_index"))
     if scores.shape != target.shape:
         return (
             f"the predictions are {tuple(scores.shape)} and the targets {tuple(target.shape)}; this loss takes equal "
@@ -235,16 +237,16 @@ def of_comparison(frames: list[FrameType], text: str) -> str:
     return "this loss takes probabilities: for raw scores use nn.BCEWithLogitsLoss()" if "and 1" in text else ""
 
 
-def _of_classes(scores: Tensor, target: Tensor, text: str) -> str:
+def _of_classes(scores: Tensor, target: Tensor, text: str, ignored: int | None) -> str:
     """Advise about a loss that compares scores of classes with class numbers."""
     shape = tuple(target.shape)
     if target.ndim == scores.ndim and shape[1:2] == (1,):
         return f"the targets are {shape}, and this loss takes {shape[:1]}: y.squeeze(1), or a number for each sample"
     if target.ndim == scores.ndim and not target.is_floating_point():
         return f"the targets are {_name(target)} {shape}: make them the numbers of classes, y.argmax(1), or y.float()"
-    if target.ndim != scores.ndim and re.search(_OF_A_TYPE, text):
+    if target.ndim != scores.ndim and target.dtype not in (int64, uint8) and re.search(_OF_A_TYPE, text):
         return f"the targets are {_name(target)}, and numbers of classes are int64: y.long() in the dataset"
-    ends = _range(target) if "of bounds" in text else None
+    ends = _range(target if ignored is None else target[target != ignored]) if "of bounds" in text else None
     if ends is None:
         return ""
     n, (low, high) = scores.shape[1 if scores.ndim > 1 else 0], ends

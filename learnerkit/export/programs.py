@@ -168,13 +168,14 @@ def write(program: "ExportedProgram", facts: Facts, file: AnyPath, check: Callab
             node.meta.pop("stack_trace", None)
     program = move_to_device_pass(program, "cpu")
     with replacing(file) as temporary:
-        with open(temporary, "xb") as opened, warnings.catch_warnings(action="ignore"):
+        content = BytesIO()  # torch's writer would end the process if a file could not be written
+        with warnings.catch_warnings(action="ignore"):
             try:
-                save(program, opened, extra_files={KEY: facts.as_json()})
-            except OSError:
-                raise
+                save(program, content, extra_files={KEY: facts.as_json()})
             except Exception as e:
                 raise CheckpointError(f"torch.export cannot write {facts.model}: {in_one_line(e)}") from e
+        with open(temporary, "xb") as opened:
+            opened.write(content.getbuffer())
         sync(temporary)
         check(read(temporary, torch.device("cpu"))[0])
 

@@ -122,6 +122,8 @@ def _watched(model: nn.Module, calls: dict) -> Iterator[None]:
 
     with ExitStack() as stack:
         for module in model.modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                continue  # it takes no hooks
             stack.callback(module.register_forward_pre_hook(begin).remove)
             stack.callback(module.register_forward_hook(end).remove)
         yield
@@ -149,7 +151,8 @@ def counting_kept(learn: "Learner") -> Iterator[dict[int, torch.UntypedStorage]]
 
 def bytes_beside(model: nn.Module, kept: dict[int, torch.UntypedStorage]) -> int:
     """Count the bytes of what is kept, without those of the model's own tensors."""
-    own = {local(t).untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    tensors = [local(t) for t in (*model.parameters(), *model.buffers())]
+    own = {t.untyped_storage().data_ptr() for t in tensors if t.layout is torch.strided}
     return sum(storage.nbytes() for place, storage in kept.items() if place not in own)
 
 

@@ -70,7 +70,8 @@ def unchanged(learn: "Learner", but: Collection[Callback] = ()) -> Iterator[None
     del saved["model"]  # The model is restored tensor by tensor, as some buffers cannot be loaded.
     state = restorer(saved, keep)
     held = chain(learn.opts, *map(attribute_values, learn.opts))  # An optimizer may be inside another one.
-    opts = [_put_back_optimizer(x, keep) for x in held if isinstance(x, Optimizer)]
+    optimizers = [x for x in held if isinstance(x, Optimizer)]
+    opts = [_put_back_optimizer(x, keep) for x in optimizers]
 
     def put_back() -> None:
         values = state()
@@ -93,6 +94,8 @@ def unchanged(learn: "Learner", but: Collection[Callback] = ()) -> Iterator[None
         for calls in (opts, [put_back], opts):  # Loading gives optimizers other groups and tensors.
             for call in calls:
                 stack.callback(call)
+        for x in optimizers:
+            _put_back_modules(x, stack, keep)  # its attributes, before its state
         # A callback may set the learner's own attributes, in `before_fit` for example.
         own = ("opt", "_left_out", "loss_func", "_loss_weighting", "metrics", "logger", "wd", "path")
         stack.callback(vars(learn).update, {name: vars(learn)[name] for name in own})

@@ -125,6 +125,15 @@ class Mapped:
             self.release([new.get(p, p)])
 
 
+def fill_buffers(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Give the buffers of a model copies of the values by their names; those on the meta device come to the host."""
+    for prefix, owner in model.named_modules(remove_duplicate=False):
+        for name, old in owner.named_buffers(recurse=False):
+            value = weights.get(f"{prefix}.{name}" if prefix else name)
+            if value is not None:
+                setattr(owner, name, value.to("cpu" if old.is_meta else old.device, old.dtype, copy=True))
+
+
 def check_values(model: nn.Module) -> None:
     """Refuse a model with parameters or buffers on the meta device.
 
@@ -135,7 +144,7 @@ def check_values(model: nn.Module) -> None:
         if empty := [name for name, t in named if t.is_meta]:
             raise ValueError(
                 f"the {kind} {first_few(empty)} are on the meta device and have no values: give them some by "
-                "learn.load(file), or pass a function that makes the model: Learner(dls, make_model)"
+                "learn.load(file) of safetensors, or pass a function that makes the model: Learner(dls, make_model)"
             )
 
 

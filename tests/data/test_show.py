@@ -7,7 +7,7 @@ from helpers import make_dls
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, get_worker_info
 
 from learnerkit import DataLoaders
-from learnerkit.data.show import WIDTH, Table
+from learnerkit.data.show import WIDTH, Table, label
 
 
 def images(figure):
@@ -67,6 +67,10 @@ def test_text_and_tokens_are_shown_as_rows():
     mapped = DataLoaders(DataLoader([{"ids": torch.arange(30), "labels": 1}], 1))
     (row,) = mapped.show_batch().rows
     assert row == ["0 1 2 3 4 5 6 7 8 9 10 11 ... (30 values)", "1"]
+
+
+def test_truth_values_are_shown_as_the_numbers_that_targets_have():
+    assert label(torch.tensor([True, False]), None) == label(torch.tensor([1.0, 0.0]), None) == "1 0"
 
 
 def test_rows_of_tables_are_shown_by_their_columns():

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import safetensors
 import torch
+from checkpoint_files import largest_file
 from helpers import (
     assert_same_state,
     make_classes,
@@ -431,3 +432,10 @@ def export_on_ranks(fname):
         models.append(learn.model)
     assert same_weights(*models)
     assert sorted(each.name for each in path.parent.iterdir()) == [fname, "both.safetensors"]
+
+
+def test_a_full_disk_is_an_error_with_the_path(tmp_path):
+    learn = make_learner(model=nn.Sequential(nn.Linear(4, 300), nn.Linear(300, 300), nn.Linear(300, 1)))
+    with largest_file(100_000), pytest.raises(CheckpointError, match="one.pt2 cannot be written"):
+        learn.export(tmp_path / "one.pt2")
+    assert list(tmp_path.iterdir()) == []

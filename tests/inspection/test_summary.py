@@ -81,6 +81,14 @@ def test_kept_activations_and_the_state_of_an_optimizer_that_has_run():
     assert learn.summary().state == found.state
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_sparse_buffers_and_scripted_parts_are_summed_up():
+    body = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 1)))
+    body.register_buffer("graph", torch.eye(3).to_sparse())
+    found = Learner(DataLoaders(DataLoader(make_data(8), 4), device="cpu"), body, nn.MSELoss()).summary()
+    assert found.total == 4 * 4 + 4 + 4 + 1
+
+
 @pytest.mark.parametrize("broken", [False, True])
 def test_the_summary_leaves_the_model_as_it_was(broken):
     learn = make_learner(dls=make_dls(train=8))

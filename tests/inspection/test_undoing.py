@@ -117,6 +117,32 @@ def test_an_optimizers_state_is_given_back_in_place_and_in_its_type():
     assert all(a is b and torch.equal(b, c) for a, b, c in zip(totals, found, before, strict=True))
 
 
+class Lookahead(SGD):
+    """Has tensors and a count as attributes."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr)
+        self.slow = [p.detach().clone() for group in self.param_groups for p in group["params"]]
+        self.n = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        self.n += 1
+        for slow, p in zip(self.slow, self.param_groups[0]["params"], strict=True):
+            p.copy_(slow.lerp_(p, 0.5))
+
+
+def test_attributes_of_an_optimizer_are_put_back():
+    learn = learner(Lookahead)
+    slow, before, n = [*learn.opt.slow], copy.deepcopy(learn.opt.slow), learn.opt.n
+    with unchanged(learn):
+        learn.fit(1)
+        assert learn.opt.n > n
+    assert learn.opt.n == n
+    assert all(a is b and torch.equal(b, c) for a, b, c in zip(slow, learn.opt.slow, before, strict=True))
+
+
 def test_training_goes_on_as_if_nothing_had_been():
     losses = []
     for tried in (False, True):

@@ -130,6 +130,21 @@ def test_a_buffer_without_values_is_named():
         check_values(model)
 
 
+@pytest.mark.parametrize("meta", [False, True])
+def test_buffers_are_loaded_with_the_parameters(meta, tmp_path):
+    expected = Tied()
+    expected.mean.fill_(3)
+    file = tmp_path / "net.safetensors"
+    files.save_weights(expected.state_dict(), file)
+    learn = Learner(DataLoaders([(torch.randn(4, 7), torch.randn(4, 3))]), Tied().to("meta") if meta else Tied())
+    if not meta:
+        learn.mapped = Mapped()
+        learn.model = learn.mapped.make(Tied)
+    learn.load(file)
+    assert learn.mapped is not None
+    assert same(values(learn.model), values(expected))
+
+
 def test_a_function_makes_the_model_of_a_learner():
     data = DataLoaders([(torch.randn(4, 7), torch.randn(4, 3))])
     torch.manual_seed(5)
