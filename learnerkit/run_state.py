@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import is_dataclass
 from io import IOBase
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -72,6 +73,12 @@ def state_dict(learn: "Learner", first: Mapping[str, Mapping[str, Any]] | None =
     mine = {
         "random": [*map(_without_arrays, seeds.seed_states()), seeds.device_states(learn.dls.device)],
         "seed": torch.initial_seed(),
+        "data": {
+            f"{place}.{name}": _without_arrays(generator_state(value))
+            for place, holder in _data_parts(learn.dls.loaders)
+            for name, value in vars(holder).items()
+            if isinstance(value, GENERATORS)
+        },
         "position": {} if position is None else position.own_state_dict(),
         "callbacks": own,
         "alone": alone,
@@ -91,6 +98,15 @@ def state_dict(learn: "Learner", first: Mapping[str, Mapping[str, Any]] | None =
         "loaders": [_loader_state(dl) for dl in learn.dls.loaders] if position is None else None,
         "rank": mine,
     }
+
+
+def _data_parts(loaders: Iterable) -> Iterator[tuple[str, Any]]:
+    """Yield the datasets and collate functions that may hold random generators, with their places."""
+    for i, dl in enumerate(loaders):
+        for path in ("dataset", "dataset.dataset", "collate_fn"):
+            with suppress(AttributeError):
+                if hasattr(part := attrgetter(path)(dl), "__dict__"):
+                    yield f"{i}.{path}", part
 
 
 def check_moment(learn: "Learner") -> None:
@@ -190,7 +206,7 @@ def own_attributes(cb: Callback, first: Mapping[str, Any] | None = None) -> Stat
     generators = {
         name: _without_arrays(generator_state(value))
         for name, value in _attributes(cb)
-        if isinstance(value, GENERATORS) and name.lstrip("_") not in arguments
+        if isinstance(value, GENERATORS)
     }
     kinds = {name: type(getattr(cb, name)) for name in values}
     containers = {name: kind.__name__ for name, kind in kinds.items() if kind is not type(values[name])}
@@ -501,6 +517,13 @@ def put_rest(learn: "Learner", state: Mapping[str, Any], name: str = "the state"
         *states, devices = rank["random"]
         seeds.set_seed_states(tuple(states))
         seeds.set_device_states(learn.dls.device, devices)
+        for place, part in _data_parts(learn.dls.loaders):
+            for name, value in vars(part).items():
+                if (kept := rank.get("data", {}).get(f"{place}.{name}")) is not None:
+                    if value is None and isinstance(kept, Tensor):  # it is made when it is first used
+                        vars(part)[name] = value = torch.Generator()
+                    if isinstance(value, GENERATORS):
+                        set_generator_state(value, kept)
     else:  # the state has no such rank
         seed = seeds.stream_seed(rank["seed"], distributed.rank())
         distributed.set_seed(seeds.stream_seed(seed, state["counters"]["train_iter"]))

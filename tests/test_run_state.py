@@ -3,12 +3,13 @@
 import copy
 import io
 
+import numpy as np
 import pytest
 import torch
 from helpers import make_data, make_learner, make_model, mostly_slow, raises, same_weights
 from torch import nn
 from torch.optim import SGD
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from learnerkit import (
     EMA,
@@ -169,6 +170,55 @@ def test_a_state_of_another_loss_is_refused_and_changes_nothing():
     with raises(CheckpointError, "values of the shapes [] beside the model", "this learner [(3,)]", "the same loss"):
         learn.load_state_dict(state)
     assert str(learn.opt.state_dict()) == str(before)
+
+
+class Noisy(TensorDataset):
+    """Draws from a generator of its own."""
+
+    def __init__(self, *tensors):
+        super().__init__(*tensors)
+        self.rng = np.random.default_rng(3)
+
+    def __getitem__(self, i):
+        x, y = super().__getitem__(i)
+        return x + self.rng.random(), y
+
+
+class Mask:
+    """A collate function that makes its generator when it is first used, as those of transformers."""
+
+    def __init__(self):
+        self.generator = None
+
+    def __call__(self, samples):
+        self.generator = self.generator or torch.Generator().manual_seed(5)
+        x, y = torch.utils.data.default_collate(samples)
+        return x * torch.rand(x.shape, generator=self.generator), y
+
+
+class Jitter(Callback):
+    def __init__(self, generator):
+        self.generator = generator
+
+    def after_loss(self):
+        if self.training:
+            self.learn.loss_grad = self.loss_grad * torch.rand((), generator=self.generator)
+
+
+def test_generators_of_data_and_of_arguments_go_on():
+    def drawing():
+        data = Subset(Noisy(*make_data(12).tensors), range(12))
+        dls = DataLoaders(DataLoader(data, 4, collate_fn=Mask()), device="cpu")
+        return make_learner(dls, cbs=Jitter(torch.Generator().manual_seed(7)))
+
+    learn = drawing()
+    learn.fit(1)
+    state = copy.deepcopy(learn.state_dict())
+    learn.fit(1)
+    again = drawing()
+    again.load_state_dict(state)
+    again.fit(1)
+    assert again.recorder.losses == learn.recorder.losses
 
 
 def test_an_argument_of_a_callback_is_the_scripts():

@@ -137,6 +137,8 @@ class NotebookPage:
         self.rows: list[dict[str, Any] | str] = []  # a str is a line printed by `say`
         self.bar: tqdm | None = None
         self._handle: Any = None
+        self._next = 0.0
+        self._lines: tuple[list[str], list[str], list[str]] = [], [], []  # columns, and the rows so far with these
 
     def __call__(self, row: list) -> None:
         """Add a row."""
@@ -145,7 +147,8 @@ class NotebookPage:
         # Logged metrics may differ from row to row; those of earlier rows keep their columns, before the time.
         end = len(names) - (names[-1] == "time")
         self.names = [*names[:end], *(name for name in self.names if name not in names), *names[end:]]
-        self.show()
+        if time.perf_counter() >= self._next:  # otherwise the bar or the next row shows it
+            self.show()
 
     def header(self) -> None:
         """Show the columns before there is a row."""
@@ -174,16 +177,25 @@ class NotebookPage:
             self._handle = display(content, raw=True, display_id=True)
         else:
             self._handle.update(content, raw=True)
+        self._next = time.perf_counter() + _REFRESH
 
-    def _cells(self) -> list[list | str]:
-        return [row if isinstance(row, str) else [row.get(name, "") for name in self.names] for row in self.rows]
+    def _made(self) -> tuple[list[str], list[str]]:
+        """Return the lines of all rows, in HTML and as text, of which only new ones are made."""
+        if self._lines[0] != self.names:
+            self._lines = list(self.names), [], []
+        _, made, plain = self._lines
+        for row in self.rows[len(made) :]:
+            cells = row if isinstance(row, str) else [row.get(name, "") for name in self.names]
+            made.append(self._html_line(cells))
+            plain.append(cells if isinstance(cells, str) else format_row(self.names, cells))
+        return made, plain
 
     def _html(self) -> str:
         lines, bar = [], self.bar
         if self.names:
             cells = '<th style="text-align: right">', "</th>"
             lines.append("<table><thead>" + _html_row(self.names, *cells) + "</thead><tbody>")
-            lines += [self._html_line(row) for row in self._cells()]
+            lines += self._made()[0]
             lines.append("</tbody></table>")
         if bar is not None:
             form = _TEXT if bar.total else _NO_TOTAL
@@ -201,8 +213,8 @@ class NotebookPage:
         return _html_row(row, '<td style="text-align: right">', "</td>")
 
     def _text(self) -> str:
-        rows = [self.names, *self._cells()]
-        return "\n".join(row if isinstance(row, str) else format_row(self.names, row) for row in rows if row)
+        head = [format_row(self.names, self.names)] if self.names else []
+        return "\n".join([*head, *self._made()[1]])
 
 
 class ShowGraphCallback(Callback):

@@ -4,6 +4,7 @@ import math
 import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from itertools import accumulate
 from numbers import Real
@@ -331,7 +332,7 @@ class TorchScheduler(Callback):
             self._undo += [optim.group_restorer(opt), partial(_put_back_attributes, opt, set(vars(opt)))]
             for group in opt.param_groups:
                 group.pop("initial_lr", None)  # An earlier scheduler left it; this one starts with this fit's rates.
-        self._schedulers = [self.make(opt) for opt in learn.opts]
+        self._schedulers, self._advanced = [self.make(opt) for opt in learn.opts], False
         for made in self._schedulers:
             if not hasattr(made, "step"):
                 raise TypeError(f"TorchScheduler's function made {made!r}; it returns a scheduler: {_EXAMPLE}")
@@ -374,11 +375,14 @@ class TorchScheduler(Callback):
         values = [] if self.monitor is None else [monitored(self.learn, self.monitor)]
         if values == [None]:
             return  # the newest row does not have the column
-        for scheduler in self._schedulers:
-            with warnings.catch_warnings():
-                # If an optimizer step was skipped, torch warns of a wrong order of calls.
+        with ExitStack() as stack:
+            if not self._advanced:  # each such context makes Python forget which warnings were shown
+                stack.enter_context(warnings.catch_warnings())
+                # If an optimizer step was skipped, torch's first call warns of a wrong order of calls.
                 warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
+            for scheduler in self._schedulers:
                 scheduler.step(*values)
+        self._advanced = True
 
     def state_dict(self) -> State:
         """Return the schedulers' states, without functions and other values that are not plain."""

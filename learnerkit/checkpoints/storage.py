@@ -965,6 +965,8 @@ def encode(value: Any, tensors: list[Tensor], place: str = "") -> Any:
             return of_tensor(x.detach())
         if kind is list and len(x) >= _LONG and {*map(type, x)} == {float}:
             return {"!list": number(torch.tensor(x, dtype=torch.float64))}
+        if kind is list and {*map(type, x)} <= {bool, int, str}:
+            return list(x)  # as they are: one for each step may be a million
         if kind in (list, tuple, torch.Size):
             items = [of(item, f"{place}.{i}") for i, item in enumerate(x)]
             return items if kind is list else {"!tuple": items}

@@ -2,6 +2,7 @@
 
 import json
 import math
+import warnings
 from contextlib import nullcontext
 
 import numpy as np
@@ -739,3 +740,16 @@ def test_the_plot_shows_what_was_scheduled(plt):
     learn.fit(1, 0.5)
     (ax,) = learn.recorder.plot_sched()
     assert set(ax.lines[0].get_ydata()) == {0.5}
+
+
+def test_torchs_scheduler_lets_python_show_a_warning_once(capsys):
+    def remark(cb):
+        warnings.warn("of the user's loss", UserWarning, stacklevel=1)
+
+    shown = []
+    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
+        warnings.simplefilter("default")
+        patch.setattr(warnings, "showwarning", lambda message, *args, **kwargs: shown.append(str(message)))
+        cbs = [Callback(after_loss=remark), TorchScheduler(lambda opt: lr_scheduler.StepLR(opt, 5))]
+        make_learner(cbs=cbs).fit(3)
+    assert 1 <= shown.count("of the user's loss") <= 2
