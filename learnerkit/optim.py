@@ -1012,7 +1012,10 @@ def _groups_like(state: dict, opt: Optimizer) -> list[dict]:
     sizes = [[(_group_of(i, g), len(g["params"])) for i, g in enumerate(each)] for each in (saved, groups)]
     if sizes[0] != sizes[1]:
         theirs, ours = ([size for _, size in each] for each in sizes)
-        raise ValueError(f"its optimizer has groups of {theirs} parameters, the learner's of {ours}")
+        raise ValueError(
+            f"its optimizer has groups of {theirs} parameters, the learner's of {ours}; a callback that unfreezes in a "
+            "fit should change requires_grad alone, of groups that splitter= gives from the start"
+        )
     return groups
 
 
