@@ -74,10 +74,9 @@ def state_dict(learn: "Learner", first: Mapping[str, Mapping[str, Any]] | None =
         "random": [*map(_without_arrays, seeds.seed_states()), seeds.device_states(learn.dls.device)],
         "seed": torch.initial_seed(),
         "data": {
-            f"{place}.{name}": _without_arrays(generator_state(value))
-            for place, holder in _data_parts(learn.dls.loaders)
-            for name, value in vars(holder).items()
-            if isinstance(value, GENERATORS)
+            place: _without_arrays(generator_state(vars(part)[name]))
+            for place, part, name in _data_generators(learn.dls.loaders)
+            if vars(part)[name] is not None
         },
         "position": {} if position is None else position.own_state_dict(),
         "callbacks": own,
@@ -100,13 +99,19 @@ def state_dict(learn: "Learner", first: Mapping[str, Mapping[str, Any]] | None =
     }
 
 
-def _data_parts(loaders: Iterable) -> Iterator[tuple[str, Any]]:
-    """Yield the datasets and collate functions that may hold random generators, with their places."""
+def _data_generators(loaders: Iterable) -> Iterator[tuple[str, Any, str]]:
+    """Yield the attributes of datasets and collate functions that are random generators, or may become one.
+
+    Yields:
+        A name of the attribute among all of these, its owner, and its own name.
+    """
     for i, dl in enumerate(loaders):
         for path in ("dataset", "dataset.dataset", "collate_fn"):
             with suppress(AttributeError):
-                if hasattr(part := attrgetter(path)(dl), "__dict__"):
-                    yield f"{i}.{path}", part
+                part = attrgetter(path)(dl)
+                for name, value in getattr(part, "__dict__", {}).items():
+                    if value is None or isinstance(value, GENERATORS):
+                        yield f"{i}.{path}.{name}", part, name
 
 
 def check_moment(learn: "Learner") -> None:
@@ -517,13 +522,11 @@ def put_rest(learn: "Learner", state: Mapping[str, Any], name: str = "the state"
         *states, devices = rank["random"]
         seeds.set_seed_states(tuple(states))
         seeds.set_device_states(learn.dls.device, devices)
-        for place, part in _data_parts(learn.dls.loaders):
-            for name, value in vars(part).items():
-                if (kept := rank.get("data", {}).get(f"{place}.{name}")) is not None:
-                    if value is None and isinstance(kept, Tensor):  # it is made when it is first used
-                        vars(part)[name] = value = torch.Generator()
-                    if isinstance(value, GENERATORS):
-                        set_generator_state(value, kept)
+        for place, part, name in [*_data_generators(learn.dls.loaders)]:
+            if (kept := rank.get("data", {}).get(place)) is not None:
+                if vars(part)[name] is None:  # some make it when it is first used
+                    vars(part)[name] = torch.Generator()
+                set_generator_state(vars(part)[name], kept)
     else:  # the state has no such rank
         seed = seeds.stream_seed(rank["seed"], distributed.rank())
         distributed.set_seed(seeds.stream_seed(seed, state["counters"]["train_iter"]))

@@ -44,6 +44,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from fastcore.basics import groupby
 from torch import Tensor
 
 from learnerkit import distributed
@@ -824,12 +825,9 @@ def _said(error: BaseException | None) -> str:
 
 def _joined(texts: Sequence[str]) -> str:
     """Return the errors of all ranks, in rank order, as one text; '' if there is none."""
-    ranks: dict[str, list[int]] = {}
-    for rank, text in enumerate(texts):
-        if text:
-            ranks.setdefault(text, []).append(rank)
     if len(texts) == 1:
         return texts[0]
+    ranks = groupby([rank for rank, text in enumerate(texts) if text], texts.__getitem__)
     return "; ".join(f"rank {first_few(numbers)}: {text}" for text, numbers in ranks.items())
 
 

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from fastcore.basics import groupby
 from torch import Tensor, nn
 
 from learnerkit import arguments, distributed, losses, optim
@@ -84,10 +85,8 @@ def of_all_ranks(everyone: Sequence[Mapping[str, list[Finding]]]) -> dict[str, l
     """Merge the findings of all ranks by topic; a finding of only some ranks names them."""
     merged: dict[str, list[Finding]] = {}
     for topic in TOPICS:
-        ranks: dict[Finding, list[int]] = {}
-        for rank, found in enumerate(everyone):
-            for finding in found.get(topic, []):
-                ranks.setdefault(finding, []).append(rank)
+        seen = ((finding, rank) for rank, found in enumerate(everyone) for finding in found.get(topic, []))
+        ranks = groupby(seen, 0, 1)
         merged[topic] = [
             f._replace(text=f"{f.text} (rank {first_few(ranks[f])})")
             if f.mark in (HINT, WRONG) and len(ranks[f]) < len(everyone)

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timezone, tzinfo
 from typing import TYPE_CHECKING, Any
 from zoneinfo import ZoneInfo
@@ -150,15 +150,6 @@ class Numbers:
         """Return the value of a standardised number, to six digits."""
         value = number * self.std + self.mean
         return round(value) if self.whole and math.isfinite(value) else float(f"{value:.6g}")
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the column as plain values for JSON, which `from_json` reads; JSON keeps every bit of a float."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, facts: Mapping[str, Any]) -> "Numbers":
-        """Read what `as_json` has returned."""
-        return cls(**facts)
 
 
 def distinct(column: "Series") -> tuple[np.ndarray, list]:

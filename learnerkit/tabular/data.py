@@ -3,12 +3,13 @@
 import json
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from fastcore.basics import groupby
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -255,12 +256,12 @@ class TabularData:
 
     def to_json(self) -> str:
         """Return all but the rows as JSON, which `from_json` reads; it has every category and every bit of a number."""
-        kind = "numbers" if self.classes is None else "classes"
+        y = self.target
         facts = {
             "cats": [column.as_json() for column in self.cats],
-            "conts": [column.as_json() for column in self.conts],
-            "target": {kind: self.target.as_json()},
-            "dates": [column.as_json() for column in self.dates],
+            "conts": [*map(asdict, self.conts)],
+            "target": {"numbers": asdict(y)} if isinstance(y, Numbers) else {"classes": y.as_json()},
+            "dates": [*map(asdict, self.dates)],
         }
         return json.dumps(facts, indent=1)
 
@@ -268,11 +269,10 @@ class TabularData:
     def from_json(cls, text: str) -> "TabularData":
         """Read what `to_json` wrote: the same data without the rows."""
         facts = json.loads(text)
-        cats, conts = map(Categories.from_json, facts["cats"]), map(Numbers.from_json, facts["conts"])
-        ((kind, target),) = facts["target"].items()
-        dates = [Dates.from_json(each) for each in facts.get("dates", ())]
-        target = (Categories if kind == "classes" else Numbers).from_json(target)
-        return cls(list(cats), list(conts), target, dates=dates)
+        cats, conts = map(Categories.from_json, facts["cats"]), [Numbers(**each) for each in facts["conts"]]
+        ((kind, y),) = facts["target"].items()
+        target = Categories.from_json(y) if kind == "classes" else Numbers(**y)
+        return cls(list(cats), conts, target, dates=[Dates(**each) for each in facts.get("dates", ())])
 
 
 class TabularDataLoaders(DataLoaders):
@@ -326,9 +326,7 @@ def _said(what: str, names: Iterable[str], joint: str = ", ") -> str:
 
 def _reasons(left: Mapping[Any, Seen]) -> list[str]:
     """Describe the columns that are left out, grouped by the reason."""
-    columns: dict[str, list] = {}
-    for name, seen in left.items():
-        columns.setdefault(seen.why or "not named", []).append(name)
+    columns = groupby(left, lambda name: left[name].why or "not named")
     return [f"{first_few(names, n=20)} ({why})" for why, names in columns.items()]
 
 

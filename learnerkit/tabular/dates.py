@@ -1,8 +1,7 @@
 """Columns of dates, and their parts."""
 
-from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from learnerkit.tabular.columns import zone_name
@@ -92,15 +91,6 @@ class Dates:
         return pd.DataFrame(
             {f"{self.name}_{part}": values.convert_dtypes().mask(times.isna()) for part, values in columns.items()}
         ).set_axis(index)
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the column as plain values for JSON, which `from_json` reads."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, facts: Mapping[str, Any]) -> "Dates":
-        """Read what `as_json` has returned."""
-        return cls(**facts)
 
 
 def texts_in(column: "Series") -> "Series":
