@@ -31,7 +31,6 @@ from types import SimpleNamespace
 from typing import Any, BinaryIO, TypeVar, cast
 
 import torch
-from fastcore.basics import groupby
 from torch import Tensor, nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.nn.parameter import is_lazy
@@ -684,8 +683,10 @@ def fitted(saved: Saved, model: nn.Module, strict: bool) -> Saved:
     for prefix in _WRAPPERS * 2:  # prefixes may be nested
         if weights and all(k.startswith(prefix) for k in weights) and not all(k.startswith(prefix) for k in own):
             consume_prefix_in_state_dict_if_present(weights, prefix)
-    # A file of transformers has tied weights by one of their names.
-    for names in groupby(model.named_parameters(remove_duplicate=False), 1, 0).values():
+    tied: dict[Any, list[str]] = {}  # a file of transformers has tied weights by one of their names
+    for name, p in model.named_parameters(remove_duplicate=False):
+        tied.setdefault(p, []).append(name)
+    for names in tied.values():
         if there := next((name for name in names if name in weights), None):
             weights |= {name: weights[there] for name in names if name not in weights}
     both = [(k, v, own[k]) for k, v in weights.items() if isinstance(own.get(k), Tensor)]

@@ -21,7 +21,6 @@ from numbers import Real
 from typing import Any, TypeGuard
 
 import torch
-from fastcore.basics import groupby
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
@@ -730,7 +729,9 @@ def _part(i: int, group: dict, places: list[int]) -> dict:
 
 def _join_groups(groups: list[dict]) -> list[dict]:
     """Join the parts that `set_decay` has split; a whole group has the options of its first part."""
-    wholes = groupby(enumerate(groups), lambda place: _whole_of(*place), 1)
+    wholes: dict[int, list[dict]] = {}
+    for i, group in enumerate(groups):
+        wholes.setdefault(_whole_of(i, group), []).append(group)
     joined = []
     for parts in wholes.values():
         if not all(PLACES in part for part in parts):

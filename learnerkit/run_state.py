@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import is_dataclass
 from io import IOBase
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -106,12 +105,12 @@ def _data_generators(loaders: Iterable) -> Iterator[tuple[str, Any, str]]:
         A name of the attribute among all of these, its owner, and its own name.
     """
     for i, dl in enumerate(loaders):
-        for path in ("dataset", "dataset.dataset", "collate_fn"):
-            with suppress(AttributeError):
-                part = attrgetter(path)(dl)
-                for name, value in getattr(part, "__dict__", {}).items():
-                    if value is None or isinstance(value, GENERATORS):
-                        yield f"{i}.{path}.{name}", part, name
+        data = getattr(dl, "dataset", None)
+        inner = getattr(data, "__dict__", {}).get("dataset")  # a property may open a file
+        for part, x in (("dataset", data), ("inner", inner), ("collate_fn", getattr(dl, "collate_fn", None))):
+            for name, value in getattr(x, "__dict__", {}).items():
+                if value is None or isinstance(value, GENERATORS):
+                    yield f"{i}.{part}.{name}", x, name
 
 
 def check_moment(learn: "Learner") -> None:
@@ -526,7 +525,8 @@ def put_rest(learn: "Learner", state: Mapping[str, Any], name: str = "the state"
             if (kept := rank.get("data", {}).get(place)) is not None:
                 if vars(part)[name] is None:  # some make it when it is first used
                     vars(part)[name] = torch.Generator()
-                set_generator_state(vars(part)[name], kept)
+                with suppress(TypeError, ValueError, RuntimeError):  # it is one of another kind now, or device
+                    set_generator_state(vars(part)[name], kept)
     else:  # the state has no such rank
         seed = seeds.stream_seed(rank["seed"], distributed.rank())
         distributed.set_seed(seeds.stream_seed(seed, state["counters"]["train_iter"]))

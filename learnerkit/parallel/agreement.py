@@ -49,7 +49,8 @@ TOLD: tuple[Any, ...] = (SAVE, INTERRUPT, END, *LEAVING)
 BACKWARD, STEP, AFTER_BATCH, NEXT_BATCH = 1, 10**6, 10**6 + 1, 10**6 + 2
 """The points of a batch that a rank may skip while other ranks wait there.
 
-Those between the first two are the collectives of callbacks in `after_backward` and `before_step`.
+Those between the first two are the collectives of callbacks in `after_backward` and `before_step` of a step that is
+due.
 """
 
 _PLACES: dict[str, int] = {
@@ -241,7 +242,7 @@ class Agreement:
             self.vote()
             return
         if self.event in ("after_backward", "before_step"):
-            self.left_batch.step.come_to_collective()
+            self.left_batch.step.come_to_collective(self.event)
         if self.learn.shards is not None:
             self.learn.shards.help()
 
@@ -311,6 +312,7 @@ class RankDispatch(Dispatch):
     def begin(self) -> None:
         """Begin a batch, of which no event has taken place."""
         self._place = -1  # the index of the last event that has begun
+        self.calls = False  # a hook of it runs
         self.stopped: dict[str, list] = {}  # the event that an error has stopped, with its remaining hooks
 
     def phase(self, training: bool) -> None:
@@ -367,7 +369,7 @@ class RankDispatch(Dispatch):
         self._place = max(self._place, _PLACES.get(event, -1))  # a closure repeats earlier events
         self.agreement.event = event
         learn, watch = self.agreement.learn, self.agreement.watch
-        rest = iter(hooks)
+        rest, self.calls = iter(hooks), True
         for _, hook, place in rest:
             watch.heartbeat.beat(monotonic(), learn.epoch, learn.iter, place)
             if watch.failure is not None:
@@ -378,6 +380,7 @@ class RankDispatch(Dispatch):
                 self.stopped = {event: list(rest)}
                 raised_in(error, event, place.decode().partition("/")[2])
                 raise
+        self.calls = False
 
     def close(self) -> None:
         """Forget the hooks and the exceptions that they have raised."""

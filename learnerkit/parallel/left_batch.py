@@ -3,6 +3,8 @@
 from contextlib import suppress
 from typing import cast
 
+import torch
+
 from learnerkit import distributed
 from learnerkit.callback import Callback
 from learnerkit.data.cuts import cut_rows
@@ -77,9 +79,9 @@ class LeftBatch(Callback):
         learn, step = self.learn, self.step
         self.finish_backward()
         if learn.step_due:
-            self.step_unless_all_skip()
+            self.step_unless_all_skip(clears=False)
         if step.stepped and step.dispatch.resume("after_step"):
-            learn._zero_grad()  # the other ranks clear their gradients, too
+            self._clear()  # the other ranks clear their gradients, too
         step.joined.close()
 
     def finish_backward(self) -> None:
@@ -117,12 +119,19 @@ class LeftBatch(Callback):
         """Clear the gradients of a step in which nothing counts, and tell whether it is one. A host-device sync."""
         nothing = self.learn.step_due and not float(self.step.mean.counted)
         if nothing and not self.step.kept:
-            self.learn._zero_grad()
+            self._clear()
         return nothing
 
+    def _clear(self) -> None:
+        self.learn._zero_grad()
+
     @collective
-    def step_unless_all_skip(self) -> None:
-        """Take the optimizer step that this rank would have skipped, unless all ranks skip it."""
+    def step_unless_all_skip(self, clears: bool = True) -> None:
+        """Take the optimizer step that this rank would have skipped, unless all ranks skip it.
+
+        Args:
+            clears: the loop clears this rank's gradients afterwards. Then all ranks do so, if all skip.
+        """
         step, dispatch = self.step, self.step.dispatch
         if step.stepped is not None:
             return
@@ -132,13 +141,15 @@ class LeftBatch(Callback):
             dispatch.resume("before_step")
             step.point = STEP - 1
             all_skip = step.all_skip(STEP)
-        # If all ranks have cancelled the last batch of an accumulated step, the step is taken from the other batches.
-        if all_skip and (
-            self._clear_what_counts_nothing()
-            or distributed.reduce(int(counts_something(step.count)), "max", among="votes")
-        ):
-            step.stepped = False
-            return
+        if all_skip:
+            mine = torch.tensor([counts_something(step.count), clears], dtype=torch.int32)
+            counts, one_clears = distributed.reduce(mine, "max", among="votes").tolist()
+            # If all ranks have cancelled the last batch of an accumulated step, it is taken from the other batches.
+            if self._clear_what_counts_nothing() or counts:
+                if one_clears:
+                    self._clear()
+                step.stepped = False
+                return
         dispatch.resume("before_step")
         self.learn._step()
         step.note_optimizer_step()

@@ -283,9 +283,10 @@ class RankStep:
         with distributed.before_collective(None):
             return distributed.reduce(int(with_data), among="votes")
 
-    def come_to_collective(self) -> None:
-        """Record that this rank has come to another collective before the optimizer step."""
-        self.point = max(self.point, BACKWARD) + 1
+    def come_to_collective(self, event: str) -> None:
+        """Record that this rank has come to another collective before the step, or to one of the step itself."""
+        in_step = event == "before_step" and not self.dispatch.calls
+        self.point = STEP if in_step else max(self.point, BACKWARD) + 1
 
     def all_skip(self, point: int) -> bool:
         """Tell whether every rank skips a point of the batch; ranks that reach the point never call this."""

@@ -610,6 +610,32 @@ def test_a_rank_that_cancels_before_a_step_comes_to_the_collectives_before_it(ki
 
 
 @on_ranks
+def test_ranks_that_cancel_a_step_in_other_ways_go_on_together():
+    cbs = [Do("before_step", throw(CancelStepException())), Do("after_backward", throw(CancelBatchException()), (0,))]
+    learn = make_learner(cbs)
+    error, took = fit(learn)
+    assert error is None, error
+    check_after(learn, took=took)
+
+
+class StepsTogether(Learner):
+    """Talks to the other ranks in its step."""
+
+    def _step(self):
+        distributed.reduce(1)
+        super()._step()
+
+
+@on_ranks
+def test_a_rank_that_cancels_a_step_comes_to_the_collectives_in_it():
+    learn = make_learner(Do("before_step", throw(CancelStepException())))
+    learn = StepsTogether(learn.dls, learn.model, learn.loss_func, opt_func=learn.opt_func, lr=0.1, cbs=learn.do)
+    error, took = fit(learn)
+    assert error is None, error
+    check_after(learn, took=took)
+
+
+@on_ranks
 @kinds(CancelBatchException, slow=[CancelStepException])
 def test_a_batch_that_all_ranks_with_data_cancel_trains_a_rank_without_data_alike(kind):
     def leave(cb):
