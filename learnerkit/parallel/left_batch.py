@@ -81,7 +81,7 @@ class LeftBatch(Callback):
         if learn.step_due:
             self.step_unless_all_skip(clears=False)
         if step.stepped and step.dispatch.resume("after_step"):
-            self._clear()  # the other ranks clear their gradients, too
+            step.clear()  # the other ranks clear their gradients, too
         step.joined.close()
 
     def finish_backward(self) -> None:
@@ -119,11 +119,8 @@ class LeftBatch(Callback):
         """Clear the gradients of a step in which nothing counts, and tell whether it is one. A host-device sync."""
         nothing = self.learn.step_due and not float(self.step.mean.counted)
         if nothing and not self.step.kept:
-            self._clear()
+            self.step.clear()
         return nothing
-
-    def _clear(self) -> None:
-        self.learn._zero_grad()
 
     @collective
     def step_unless_all_skip(self, clears: bool = True) -> None:
@@ -146,9 +143,7 @@ class LeftBatch(Callback):
             counts, one_clears = distributed.reduce(mine, "max", among="votes").tolist()
             # If all ranks have cancelled the last batch of an accumulated step, it is taken from the other batches.
             if self._clear_what_counts_nothing() or counts:
-                if one_clears:
-                    self._clear()
-                step.stepped = False
+                step.stepped, step.clears = False, bool(one_clears)
                 return
         dispatch.resume("before_step")
         self.learn._step()

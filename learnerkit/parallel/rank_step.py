@@ -50,6 +50,7 @@ class RankStep:
         point: the last point before the optimizer step that this rank has reached, as the other ranks may ask.
         reduced: this rank has taken part in the reduction of the batch's gradients.
         stepped: the optimizer has stepped after the batch; False: all ranks skip the step; `None`: neither so far.
+        clears: a rank has cleared the gradients of the last step, which all have skipped: so do the others.
         agree: called before the gradients of each batch, on every rank; the ranks may agree on something in it.
         joined: in a batch without data, what undoes the changes of the norms that wait for other ranks.
         reads_late: read the flags of a step after the next one, at the same place on every rank, so that the host need
@@ -65,7 +66,7 @@ class RankStep:
         self.precision = torch.float32
         self.passes = Passes(self, watches=False)
         self.sends: nn.Module | None = None
-        self.kept = self.reduced = self.waits = False
+        self.kept = self.reduced = self.waits = self.clears = False
         self.point = 0
         self.joined = ExitStack()
         self.agree: Callable[[], None] = lambda: None
@@ -133,11 +134,18 @@ class RankStep:
     @collective
     def before_batch(self) -> None:
         """Prepare the batch, after the callbacks that may still change it: the hook of `before_batch`."""
+        if self.clears:  # not before, as callbacks look at the gradients in `after_batch`
+            self.clear()
         self.kept = self._are_kept()
         if self.learn.dl.share.size == 0:
             self.agreement.left_batch.begin()
         if self.sends is not None and not self.mean.begun:
             distributed.broadcast_into(list(self.sends.buffers()), among="gradients")
+
+    def clear(self) -> None:
+        """Clear the gradients."""
+        self.learn._zero_grad()
+        self.clears = False
 
     @collective
     def take_count(self) -> bool:
