@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
-from typing import Any, BinaryIO, TypeVar, cast
+from typing import Any, BinaryIO, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -200,7 +200,8 @@ def _save(obj: Any, file: BinaryIO) -> None:
             errors.append(e)
         return len(data)
 
-    torch.save(obj, cast(BinaryIO, SimpleNamespace(write=write, flush=lambda: None)))
+    out: Any = SimpleNamespace(write=write, flush=lambda: None)
+    torch.save(obj, out)
     if errors:
         raise errors[0]
 
@@ -553,13 +554,17 @@ def tied_names(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensors[other] for name, other in second.items() if other in tensors}
 
 
+_WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"  # the names in a directory of transformers
+
+
 def weight_files(folder: Path) -> list[Path]:
     """Return the safetensors files in a directory of transformers; an empty list if it is not such a directory."""
-    index = folder / "model.safetensors.index.json"
+    index = folder / _INDEX
     if index.is_file():
         names = dict.fromkeys(json.loads(index.read_text())["weight_map"].values())
         return [folder / plain_name(name, "the directory of its index") for name in names]
-    return [folder / "model.safetensors"] if (folder / "model.safetensors").is_file() else []
+    whole = folder / _WHOLE
+    return [whole] if whole.is_file() else []
 
 
 def is_mappable(path: Path) -> bool:
@@ -568,8 +573,7 @@ def is_mappable(path: Path) -> bool:
     A checkpoint of this library is refused: it has files of the same names, and a manifest to verify them.
     """
     if path.is_dir():
-        names = ("model.safetensors", "model.safetensors.index.json")
-        return any((path / name).is_file() for name in names) and not (path / MANIFEST).exists()
+        return any((path / name).is_file() for name in (_WHOLE, _INDEX)) and not (path / MANIFEST).exists()
     return path.suffix == SAFETENSORS
 
 

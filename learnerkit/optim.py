@@ -1013,8 +1013,8 @@ def _groups_like(state: dict, opt: Optimizer) -> list[dict]:
     if sizes[0] != sizes[1]:
         theirs, ours = ([size for _, size in each] for each in sizes)
         raise ValueError(
-            f"its optimizer has groups of {theirs} parameters, the learner's of {ours}; a callback that unfreezes in a "
-            "fit should change requires_grad alone, of groups that splitter= gives from the start"
+            f"its optimizer has groups of {theirs} parameters, the learner's of {ours}; to unfreeze in a fit, "
+            "give all groups by splitter= from the start, and let the callback change requires_grad alone"
         )
     return groups
 

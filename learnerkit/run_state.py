@@ -339,8 +339,9 @@ def state_table(learn: "Learner") -> dict[str, str]:
     """
     model = unwrap(learn.model)
     names = {id(p): name for name, p in model.named_parameters()}
-    rates, states = State(), State()
-    beside = State()
+    rates: dict = {}
+    states: dict = {}
+    beside: dict = {}
     opts = [f"optimizer {key!r}" for key in learn.opt] if isinstance(learn.opt, dict) else ["optimizer"]
     for whose, opt in zip(opts, learn.opts, strict=False):  # there may be no optimizer
         of = f" of {whose}" if len(opts) > 1 else ""
@@ -521,12 +522,14 @@ def put_rest(learn: "Learner", state: Mapping[str, Any], name: str = "the state"
         *states, devices = rank["random"]
         seeds.set_seed_states(tuple(states))
         seeds.set_device_states(learn.dls.device, devices)
+        data = rank.get("data", {})
         for place, part, name in [*_data_generators(learn.dls.loaders)]:
-            if (kept := rank.get("data", {}).get(place)) is not None:
+            if place in data:
                 if vars(part)[name] is None:  # some make it when it is first used
                     vars(part)[name] = torch.Generator()
-                with suppress(TypeError, ValueError, RuntimeError):  # it is one of another kind now, or device
-                    set_generator_state(vars(part)[name], kept)
+                # It may be of another kind, or on another device, than when it was saved.
+                with suppress(TypeError, ValueError, RuntimeError):
+                    set_generator_state(vars(part)[name], data[place])
     else:  # the state has no such rank
         seed = seeds.stream_seed(rank["seed"], distributed.rank())
         distributed.set_seed(seeds.stream_seed(seed, state["counters"]["train_iter"]))

@@ -28,7 +28,7 @@ def local(t: Tensor) -> Tensor:
 
 
 def local_or_zero(t: Tensor) -> Tensor:
-    """Return this rank's rows, or a zero if it has none: nothing has no largest value."""
+    """Return this rank's rows, or a single zero if it has none, as a largest value needs at least one number."""
     rows = local(t)
     return rows if rows.numel() else rows.new_zeros(1)
 

@@ -16,7 +16,7 @@ from learnerkit.losses import loss_name
 from learnerkit.metrics import metric_names
 from learnerkit.run_state import keys
 from learnerkit.shards import own_class
-from learnerkit.state import Learner, State
+from learnerkit.state import Learner
 from learnerkit.text import first_few
 from learnerkit.utils import unwrap
 
@@ -24,7 +24,7 @@ BUDGET = "StepBudget"
 """The name of the callback that may be added or removed when a fit is resumed."""
 
 
-def configuration(learn: "Learner") -> State:
+def configuration(learn: "Learner") -> dict[str, Any]:
     """Return the plain values on which the numbers of a fit depend; called at the end of `before_fit`."""
     model, (train, valid) = unwrap(learn.model), learn.dls.loaders[:2]
     return {
@@ -47,7 +47,7 @@ def _described(p: Tensor) -> str:
     return f"{list(p.shape)} {str(p.dtype).removeprefix('torch.')}{'' if p.requires_grad else ', frozen'}"
 
 
-def _loader(dl: Any) -> State | None:
+def _loader(dl: Any) -> dict | None:
     if dl is None:
         return None
     size = getattr(dl, "batch_size", None) or getattr(getattr(dl, "batch_sampler", None), "batch_size", None)
@@ -57,7 +57,7 @@ def _loader(dl: Any) -> State | None:
     }  # fmt: skip
 
 
-def _plain(values: Mapping[str, Any]) -> State:
+def _plain(values: Mapping[str, Any]) -> dict:
     """Return the entries that can be compared and written."""
     items = {name: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
              for name, value in values.items() if name != "params"}  # fmt: skip
@@ -72,7 +72,7 @@ def _plain(values: Mapping[str, Any]) -> State:
     }
 
 
-def _arguments(cb: Callback) -> State:
+def _arguments(cb: Callback) -> dict:
     """Return the arguments with which a callback was made, if it keeps them as attributes; some values of schedules."""
     names = inspect.signature(type(cb).__init__).parameters
     values = _plain({name: value for name, value in vars(cb).items() if name in names})

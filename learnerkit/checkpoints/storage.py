@@ -845,7 +845,7 @@ def candidates(folder: AnyPath) -> Sequence[AnyPath]:
     ]
 
 
-def _signed(manifest: dict[str, Any]) -> bytes:
+def _signed(manifest: dict) -> bytes:
     """Return the text of a manifest, which begins with the sha256 of the rest of it."""
     rest = json.dumps(manifest).encode()[1:]
     return b'{"sha256": "%s", ' % hashlib.sha256(rest).hexdigest().encode() + rest
@@ -877,7 +877,7 @@ def manifest_of(folder: AnyPath) -> dict[str, Any]:
     raise CheckpointError(f"{path} is damaged: its content is not what was written")
 
 
-def _is_manifest(path: AnyPath, manifest: dict[str, Any]) -> bool:
+def _is_manifest(path: AnyPath, manifest: dict) -> bool:
     n, files = manifest["n_ranks"], manifest["files"]
     if len(files) not in (2 + 2 * n, 2 + 3 * n):
         return False
@@ -939,7 +939,7 @@ def encode(value: Any, tensors: list[Tensor], place: str = "") -> Any:
         tensors.append(tensor)
         return len(tensors) - 1
 
-    def of_tensor(x: Tensor) -> State:
+    def of_tensor(x: Tensor) -> dict[str, Any]:
         # The order in memory is kept: some kernels expect a parameter and its optimizer's state to have the same.
         if is_shard(x):
             return {"!tensor": number(x)}
@@ -961,9 +961,10 @@ def encode(value: Any, tensors: list[Tensor], place: str = "") -> Any:
             return {"!float": str(x)}
         if not (why := why_not(x)):
             return of_tensor(x.detach())
-        if kind is list and len(x) >= _LONG and {*map(type, x)} == {float}:
+        types = {*map(type, x)} if kind is list else {None}
+        if types == {float} and len(x) >= _LONG:
             return {"!list": number(torch.tensor(x, dtype=torch.float64))}
-        if kind is list and {*map(type, x)} <= {bool, int, str}:
+        if types <= {bool, int, str}:
             return list(x)  # as they are: one for each step may be a million
         if kind in (list, tuple, torch.Size):
             items = [of(item, f"{place}.{i}") for i, item in enumerate(x)]

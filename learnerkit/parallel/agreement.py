@@ -312,7 +312,7 @@ class RankDispatch(Dispatch):
     def begin(self) -> None:
         """Begin a batch, of which no event has taken place."""
         self._place = -1  # the index of the last event that has begun
-        self.calls = False  # a hook of it runs
+        self.calls = False  # whether a hook of this event runs now
         self.stopped: dict[str, list] = {}  # the event that an error has stopped, with its remaining hooks
 
     def phase(self, training: bool) -> None:

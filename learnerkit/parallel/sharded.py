@@ -355,7 +355,7 @@ _EXPLAINED = {
         "in p.grad after loss.backward()"
     ),
 }
-"""The advice on errors of torch's that the sharding has caused, by their texts."""
+"""The advice on errors of torch's that the sharding has caused, by patterns of their texts."""
 
 
 def _gather_anew(module: Any) -> None:

@@ -565,14 +565,17 @@ class Clip(Callback):
         nn.utils.clip_grad_norm_(self.model.parameters(), 0.01)
 
 
-@on_ranks
-@pytest.mark.parametrize(
+before_the_step = pytest.mark.parametrize(
     ("kind", "event"),
     [
         ("CancelStepException", "before_step"),
         pytest.param("CancelBatchException", "after_backward", marks=pytest.mark.slow),
     ],
 )
+
+
+@on_ranks
+@before_the_step
 def test_other_callbacks_go_on_with_what_a_cancel_has_stopped_on_one_rank(kind, event):
     kind = exception(kind)
     learn = make_learner([Do(event, throw(kind())), Clip()])
@@ -584,13 +587,7 @@ def test_other_callbacks_go_on_with_what_a_cancel_has_stopped_on_one_rank(kind, 
 
 
 @on_ranks
-@pytest.mark.parametrize(
-    ("kind", "event"),
-    [
-        ("CancelStepException", "before_step"),
-        pytest.param("CancelBatchException", "after_backward", marks=pytest.mark.slow),
-    ],
-)
+@before_the_step
 def test_a_rank_that_cancels_before_a_step_comes_to_the_collectives_before_it(kind, event):
     leave, everyone = throw(exception(kind)()), tuple(range(N))
     meet, again = (Callback(before_step=lambda cb: distributed.reduce(1), order=order) for order in (20, 60))
