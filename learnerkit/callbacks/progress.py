@@ -137,7 +137,7 @@ class NotebookPage:
         self.rows: list[dict[str, Any] | str] = []  # a str is a line printed by `say`
         self.bar: tqdm | None = None
         self._handle: Any = None
-        self._next = 0.0
+        self._next = 0.0  # the time from which a row is shown at once
         self._lines: tuple[list[str], list[str], list[str]] = [], [], []  # columns, and the rows so far with these
 
     def __call__(self, row: list) -> None:
@@ -147,8 +147,9 @@ class NotebookPage:
         # Logged metrics may differ from row to row; those of earlier rows keep their columns, before the time.
         end = len(names) - (names[-1] == "time")
         self.names = [*names[:end], *(name for name in self.names if name not in names), *names[end:]]
-        if time.perf_counter() >= self._next:  # otherwise the bar or the next row shows it
+        if time.perf_counter() >= self._next:  # otherwise the bar or a later row shows it
             self.show()
+            self._next = time.perf_counter() + _REFRESH
 
     def header(self) -> None:
         """Show the columns before there is a row."""
@@ -177,7 +178,6 @@ class NotebookPage:
             self._handle = display(content, raw=True, display_id=True)
         else:
             self._handle.update(content, raw=True)
-        self._next = time.perf_counter() + _REFRESH
 
     def _made(self) -> tuple[list[str], list[str]]:
         """Return the lines of all rows, in HTML and as text, of which only new ones are made."""

@@ -234,6 +234,14 @@ def test_wide_characters_keep_the_columns_straight(capsys):
     assert ends[0] == ends[1] == ends[2]
 
 
+def test_a_row_is_seen_before_the_next_epoch_begins(cell, monkeypatch):
+    monkeypatch.setattr(progress, "_REFRESH", 60)  # seconds: the bar shows nothing after its begin
+    seen = []
+    look = Callback(before_epoch=lambda cb: cb.epoch == 1 and seen.append(len(table(cell.outputs[0]["text/html"]))))
+    make_learner(cbs=look).fit(2)
+    assert seen == [2]
+
+
 def test_every_fit_has_an_output_of_its_own(cell):
     learn = make_learner()
     learn.fit(1)
