@@ -172,7 +172,7 @@ class Shards:
         text = f"{type(error).__name__}: {error}"
         for signs, advice in _EXPLAINED.items():
             if re.search(signs, text, re.DOTALL):
-                add_note_once(error, f"the model is sharded{advice} (errors.html#sharded)")
+                add_note_once(error, advice)
 
     def put_away(self) -> None:
         """Put the shards back into the model, in which a failed pass may have left gathered parameters."""
@@ -338,21 +338,21 @@ class Shards:
 
 _EXPLAINED = {
     "mixed torch.Tensor and DTensor|Sharding propagation failed": (
-        ": its parameters are whole only while the model itself or a unit of it runs its forward. Name the modules "
-        "that are called by themselves in shard=[...]; values of parameters, outside of forward, are those of "
-        "p.full_tensor() on every rank"
+        "the model is sharded: its parameters are whole only while the model itself or a unit of it runs its "
+        "forward. Name the modules that are called by themselves in shard=[...]; values of parameters, outside of "
+        "forward, are those of p.full_tensor() on every rank (errors.html#sharded)"
     ),
     "Expected out tensor to have dtype": (
-        ", and its parameters have another type than when it was divided: convert it before the fit, or use "
-        "MixedPrecision"
+        "the model is sharded, and its parameters have another type than when it was divided: convert it before the "
+        "fit, or use MixedPrecision (errors.html#sharded)"
     ),
     "not support deepcopy|^PicklingError.*FSDP": (
-        ", and a copy of it would have the rows of this rank: let every rank call learn.save, or p.full_tensor() of "
-        "its parameters, or copy the model after the fit"
+        "the model is sharded, and a copy of it would have the rows of this rank: let every rank call learn.save, or "
+        "p.full_tensor() of its parameters, or copy the model after the fit (errors.html#sharded)"
     ),
     "not have been used in the graph": (
-        ", and a loss depends on the gathered parameters instead of those of model.parameters(): their gradients are "
-        "in p.grad after loss.backward()"
+        "the model is sharded, and a loss depends on the gathered parameters instead of those of model.parameters(): "
+        "their gradients are in p.grad after loss.backward() (errors.html#sharded)"
     ),
 }
 """The advice on errors of torch's that the sharding has caused, by patterns of their texts."""
