@@ -117,7 +117,9 @@ class GradientAccumulation(Callback):
 
     def after_backward(self) -> None:
         if not self.learn.step_due:
-            raise CancelBatchException
+            raise CancelBatchException(agreed=True)
+
+    before_step = after_backward  # an earlier callback may have cancelled the rest of that event
 
     def after_cancel_batch(self) -> None:
         if self.mean is None:  # On several ranks their Agreement does all this.

@@ -377,7 +377,8 @@ class RankDispatch(Dispatch):
             try:
                 hook()
             except BaseException as error:
-                self.stopped = {event: list(rest)}
+                if not (isinstance(error, CancelBatchException) and ending_of(error).agreed):
+                    self.stopped = {event: list(rest)}
                 raised_in(error, event, place.decode().partition("/")[2])
                 raise
         self.calls = False

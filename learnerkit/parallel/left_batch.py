@@ -80,6 +80,8 @@ class LeftBatch(Callback):
         self.finish_backward()
         if learn.step_due:
             self.step_unless_all_skip(clears=False)
+        else:
+            self.finish_after_backward()
         if step.stepped and step.dispatch.resume("after_step"):
             step.clear()  # the other ranks clear their gradients, too
         step.joined.close()
@@ -115,12 +117,14 @@ class LeftBatch(Callback):
                     learn._forward()
             cast(StepGradient, learn._gradient).backward()
 
-    def _clear_what_counts_nothing(self) -> bool:
-        """Clear the gradients of a step in which nothing counts, and tell whether it is one. A host-device sync."""
-        nothing = self.learn.step_due and not float(self.step.mean.counted)
-        if nothing and not self.step.kept:
-            self.step.clear()
-        return nothing
+    @collective
+    def finish_after_backward(self) -> bool:
+        """Run the hooks of `after_backward` that this rank has skipped, unless all skip them; tell whether all do."""
+        step = self.step
+        if step.all_skip(max(step.point, BACKWARD) + 1):
+            return True
+        step.dispatch.resume("after_backward")  # another rank waits in such a hook, or has passed them
+        return False
 
     @collective
     def step_unless_all_skip(self, clears: bool = True) -> None:
@@ -132,17 +136,16 @@ class LeftBatch(Callback):
         step, dispatch = self.step, self.step.dispatch
         if step.stepped is not None:
             return
-        all_skip = step.all_skip(max(step.point, BACKWARD) + 1)
-        if not all_skip:  # a rank steps, or waits in a collective before the step
-            dispatch.resume("after_backward")  # clipping, for example, must run as on the other ranks
-            dispatch.resume("before_step")
+        all_skip = self.finish_after_backward()
+        if not all_skip:
+            dispatch.resume("before_step")  # clipping, for example, must run as on the other ranks
             step.point = STEP - 1
             all_skip = step.all_skip(STEP)
         if all_skip:
             mine = torch.tensor([counts_something(step.count), clears], dtype=torch.int32)
             counts, one_clears = distributed.reduce(mine, "max", among="votes").tolist()
             # If all ranks have cancelled the last batch of an accumulated step, it is taken from the other batches.
-            if self._clear_what_counts_nothing() or counts:
+            if counts or not float(step.mean.counted):  # a host-device sync
                 step.stepped, step.clears = False, bool(one_clears)
                 return
         dispatch.resume("before_step")
@@ -159,7 +162,6 @@ class LeftBatch(Callback):
                 "`learn.loss_grad` in before_backward instead, of which the loop makes the pass, or override _backward"
             )
         self.finish_backward()
-        self._clear_what_counts_nothing()
 
     after_cancel_step, after_cancel_batch = step_unless_all_skip, finish_batch
 

@@ -44,6 +44,7 @@ class RankStep:
         sends: the module whose buffers rank 0 sends to all ranks before each step, if it has any.
         mean: computes the weights of the batches.
         count: the count of this rank's batch.
+        has_data: this rank has data, and has not left it, in a batch of the step so far.
         kept: `.grad` already holds an earlier batch's gradients, because a callback skipped the step.
         number: grows with each batch, the same on every rank, once this rank has skipped nothing more of the last
             batch.
@@ -72,6 +73,7 @@ class RankStep:
         self.agree: Callable[[], None] = lambda: None
         self.stepped: bool | None = None
         self.count: float | Tensor = 0
+        self.has_data = False
         self.number = 0
         self.reads_late = learn.dls.device.type != "cpu"
         self._last_flags: HostCopy | None = None
@@ -164,7 +166,9 @@ class RankStep:
                 # sync.
                 expected = distributed.reduce(float(self.count), "mean", among="gradients")
             mean.begin(expected * learn.step_batches or 1.0)
+            self.has_data = False
         mean.counted = mean.counted + self.count
+        self.has_data |= bool(learn.batch_size)
         if (weighting := learn._loss_weighting).parts:
             weighting.share(learn)
         return counts_something(self.count)
@@ -208,10 +212,10 @@ class RankStep:
         return float(self.mean.weight(float(self.count), total))
 
     def vector(self) -> Tensor:
-        """Return this rank's vector of a step that is due: the count of its batches, and the flags of `TOLD`."""
+        """Return this rank's vector of a step that is due: the count of its batches, the flags, and `has_data`."""
         vector = torch.zeros(_SLOTS, dtype=torch.float64, device=self.learn.dls.device)  # counts need many digits
         # The numbers are written on the device, without a sync.
-        for place, number in enumerate([self.mean.counted, *self.agreement.flags()]):
+        for place, number in enumerate([self.mean.counted, *self.agreement.flags(), self.has_data]):
             if counts_something(number):
                 vector[place] = number
         return vector
@@ -237,6 +241,8 @@ class RankStep:
     def complete(self, vector: Tensor) -> None:
         """Rescale the averaged gradients of the step to the exact mean, and leave if a flag says so.
 
+        The zeros of a step in which no rank had data are cleared, as one process that leaves its batches has none.
+
         This is a host-device sync. Where the flags are read late, the host waits only for an earlier step, and the
         device has work meanwhile.
 
@@ -250,6 +256,8 @@ class RankStep:
         mean.counted = vector[0] if self.reads_late else vector[0].item()
         rounding = 8 * torch.finfo(vector.dtype).eps
         scale_gradients(self.params.values(), mean.correction(rounding))
+        if not (self.learn.batch_size or self.kept or vector[1 + len(TOLD)].item()):  # a host-device sync
+            self.clear()
         if self.reads_late:
             last, self._last_flags = self._last_flags, HostCopy(flags)
             told = last.numbers() if last else []
@@ -274,7 +282,7 @@ class RankStep:
 
     def is_open(self) -> bool:
         """Tell whether this rank has skipped a part of the batch for which other ranks may wait."""
-        is_left = self.learn.step_due and self.stepped is None
+        is_left = self.stepped is None if self.learn.step_due else "after_backward" in self.dispatch.stopped
         return is_left or not self.reduced or "after_step" in self.dispatch.stopped
 
     def note_optimizer_step(self, *_: Any) -> None:

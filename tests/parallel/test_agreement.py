@@ -633,18 +633,51 @@ def test_a_rank_that_cancels_a_step_comes_to_the_collectives_in_it():
 
 
 @on_ranks
-@kinds(CancelBatchException, slow=[CancelStepException])
+@kinds(CancelBatchException, CancelBackwardException, slow=[CancelStepException])
 def test_a_batch_that_all_ranks_with_data_cancel_trains_a_rank_without_data_alike(kind):
     def leave(cb):
         if cb.training and cb.batch_size and cb.iter == cb.n_iter - 1:
             raise exception(kind)
 
-    for event in ("before_batch", "after_loss") if kind == "CancelBatchException" else ("before_step",):
+    events = {"CancelBatchException": ["before_batch", "after_loss"], "CancelBackwardException": ["before_backward"]}
+    for event in events.get(kind, ["before_step"]):
         learn = make_learner(Callback(**{event: leave}))
         learn.dls = DataLoaders.from_datasets(make_data(8 * N + 1), make_data(11), bs=8)
         error, took = fit(learn)
         assert error is None, error
         check_after(learn, took=took)
+
+
+def count_nothing(cb):
+    if cb.training and cb.iter == 1:
+        cb.learn.yb = (torch.full_like(cb.yb[0], -100),)  # the loss ignores these targets
+
+
+@on_ranks
+def test_a_rank_that_cancels_its_backward_pass_beside_others_that_count_nothing_steps_as_they_do():
+    leave, ignore = Do("before_backward", throw(CancelBackwardException())), Callback(before_batch=count_nothing)
+    learn = make_learner([leave, ignore])
+    error, took = fit(learn)
+    assert error is None, error
+    alone = make_learner(ignore)
+    with distributed.alone(), alone.no_logging():
+        alone.fit(2)
+    for a, b in zip(weights(learn), weights(alone), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    check_after(learn, took=took)
+
+
+@on_ranks
+def test_a_rank_that_cancels_before_the_end_of_after_backward_takes_no_step_that_is_not_due():
+    accumulate, everyone = GradientAccumulation(n_batches=2), tuple(range(N))
+    meet = Callback(after_backward=lambda cb: distributed.reduce(1), order=5)
+    leave = partial(Do, "after_backward", at=0)
+    for kind in (CancelBatchException, CancelBackwardException):
+        learn = make_learner([leave(throw(kind())), meet, accumulate])
+        error, took = fit(learn)
+        assert error is None, error
+        check_after(learn, took=took)
+        assert_equals_alone(lambda kind=kind: make_learner([leave(throw(kind()), ranks=everyone), accumulate]), 1)
 
 
 @on_ranks
