@@ -265,8 +265,8 @@ class Averager:
     @collective
     def _take(self, way: StepGradient) -> StepGradient:
         """Average gradients in the given way from the next backward pass on."""
-        if self.learn._gradient is not None:
-            self.learn._gradient.detach()
+        if (last := self.learn._gradient) is not None:
+            last.detach()
         self.learn._gradient = way
         self.cb.ends.callback(way.detach)
         return way
