@@ -89,7 +89,9 @@ def describe(x: Any) -> str:
     if isinstance(x, Mapping):
         return "{" + first_few((f"{k!r}: {describe(v)}" for k, v in x.items()), n=20) + "}"
     if isinstance(x, list | tuple):
-        return f"({', '.join(map(describe, x))})" if len(x) < 6 else f"({len(x)} entries such as {describe(x[0])})"
+        each = [describe(entry) for entry in x[:6]]
+        is_long = len(each) == 6 or (len(each) > 2 and len({*each}) == 1)
+        return f"({len(x)} entries such as {each[0]})" if is_long else f"({', '.join(each)})"
     return type(x).__name__
 
 

@@ -13,6 +13,7 @@ from learnerkit import values
         (torch.ones(2, 3), "float32 tensor of shape (2, 3)"),
         (torch.tensor(1), "int64 tensor of shape ()"),
         ((torch.ones(1), [3]), "(float32 tensor of shape (1,), (int))"),
+        (["a", "b", "c"], "(3 entries such as str)"),
         ({"a": torch.ones(1)}, "{'a': float32 tensor of shape (1,)}"),
         ("text", "str"),
         (None, "NoneType"),

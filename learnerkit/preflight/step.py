@@ -165,8 +165,10 @@ class StepCheck(Callback):
         self.learn.dl = OneBatch(self.learn.dl, 1)
 
     def before_batch(self) -> None:
-        self._xb, self._running_model = self.learn.xb, True
-        if self.learn.training:
+        learn, self._running_model = self.learn, True
+        # A model that makes its loss gets the targets, too.
+        self._xb = tuple(x for x in learn.xb if all(x is not y for y in learn.yb))
+        if learn.training:
             self.stage = "prediction"
 
     def after_pred(self) -> None:
@@ -560,4 +562,4 @@ def _about(t: Tensor) -> str:
 
 
 def _all_about(tensors: list[Tensor]) -> str:
-    return "; ".join(map(_about, tensors))
+    return first_few(map(_about, tensors), "; ")

@@ -131,6 +131,32 @@ def test_a_healthy_learner_is_found_well(kind, capsys):
     assert not any("not reached" in text for _, text in found.values())
 
 
+class Segmenter(nn.Module):
+    """Makes its loss of lists of images and of dicts with masks, as torchvision's detectors do."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Conv2d(1, 1, 1)
+
+    def forward(self, images, targets=None):
+        preds = [self.body(image) for image in images]
+        if not self.training:
+            return preds
+        masks = torch.stack([target["mask"] for target in targets])
+        return {"mask": (torch.stack(preds) - masks).square().mean()}
+
+
+def test_targets_that_a_model_gets_for_its_loss_are_no_inputs(capsys):
+    images = [torch.rand(1, 8, 8) for _ in range(8)]
+    batch = images, [{"mask": (image > 0.5).byte()} for image in images]
+    dls = DataLoaders([batch], [batch], device="cpu", batch_size=lambda batch: len(batch[0]))
+    found, _ = checked(capsys, Learner(dls, Segmenter(), lr=0.01), True)
+    assert found["inputs"][0] == "ok"
+    assert found["inputs"][1].count("(1, 8, 8)") == 5
+    assert found["inputs"][1].endswith("and 3 more")
+    assert found["targets"][1].startswith("uint8 (1, 8, 8) on cpu, values 0 .. 1;")
+
+
 def test_a_healthy_report_says_what_was_found(capsys):
     found, _ = checked(capsys, classes(metrics=accuracy), True)
     assert {mark for mark, _ in found.values()} == {"ok"}
