@@ -419,14 +419,21 @@ def code_tokens(source):
     nodes = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Module | ast.ClassDef | ast.FunctionDef)]
     first = [n.body[0].value for n in nodes if n.body and isinstance(n.body[0], ast.Expr)]
     docstrings = {n.lineno for n in first if isinstance(n, ast.Constant) and isinstance(n.value, str)}
-    found = tokenize.generate_tokens(io.StringIO(source).readline)
-    return sum(t.type not in QUIET and not (t.type == tokenize.STRING and t.start[0] in docstrings) for t in found)
+    count = depth = 0
+    for t in tokenize.generate_tokens(io.StringIO(source).readline):
+        name = tokenize.tok_name[t.type]
+        depth -= name == "FSTRING_END"  # from Python 3.12 on an f-string has tokens inside it, which are not counted
+        is_docstring = t.type == tokenize.STRING and t.start[0] in docstrings
+        count += t.type not in QUIET and not is_docstring and not depth and name != "FSTRING_END"
+        depth += name == "FSTRING_START"
+    return count
 
 
 def test_code_tokens_are_counted_right():
     source = 'def f(x):\n    "A docstring."\n\n    # a comment\n    y = """two\nlines"""  # and another\n    return y\n'
     assert code_tokens(source) == len(["def", "f", "(", "x", ")", ":", "y", "=", "two lines", "return", "y"])
     assert code_tokens("x = [\n    1,\n    2,\n]\n") == code_tokens("x = [1, 2,]")
+    assert code_tokens("x = f'{a + b:{c}} {f(\"d\")}', 1\n") == len(["x", "=", "f''", ",", "1"])
 
 
 # The most tokens of code that each room may have; a room is a folder of the package, or a file at its top. A budget is

@@ -30,7 +30,7 @@ def test_a_script_without_a_fit_has_no_report(script_env, tmp_path):
     (tmp_path / "hello.py").write_text("print('hello')")
     command = [python(), "-m", "learnerkit.launch", "--nproc", "2", "--report", str(tmp_path / "hello.py")]
     done = subprocess.run(command, capture_output=True, text=True, env=script_env, timeout=120)
-    assert (done.returncode, done.stdout) == (1, "hello\nhello\n")
+    assert (done.returncode, done.stdout.count("hello")) == (1, 2)
     assert done.stderr.count("there is no report: the script has ended, and no Learner has called fit") == 1
 
 
