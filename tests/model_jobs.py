@@ -663,6 +663,21 @@ def _():
     return learner(cls=OwnBackward)
 
 
+def ignored(at: int) -> Callback:
+    """The loss ignores all targets of a batch."""
+
+    def ignore(cb):
+        if cb.training and cb.iter == at:
+            cb.learn.yb = (torch.full_like(cb.yb[0], -100),)
+
+    return Callback(before_batch=ignore)
+
+
+@job("a _backward of its own, and a batch that counts nothing")
+def _():
+    return learner(cls=OwnBackward, cbs=ignored(1))
+
+
 @job("a _backward of its own, with unused parameters")
 def _():
     return learner(Parts(), cls=OwnBackward)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from model_jobs import CentreLoss
+from model_jobs import CentreLoss, ignored
 from torch import nn, optim
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
@@ -504,6 +504,11 @@ def _():
         return F.cross_entropy(pred, y, ignore_index=1)
 
     return learner(loss=loss, loss_weight=lambda y: (y != 1).sum())
+
+
+@job("a first batch that counts nothing")
+def _():
+    return learner(cbs=ignored(0))
 
 
 @job("a sum")

@@ -11,6 +11,7 @@ from torch import Tensor
 from learnerkit import distributed
 from learnerkit.callbacks.batch_parts import Batches, Part, distinct
 from learnerkit.data.batches import in_float32
+from learnerkit.gradient_mean import host_count
 from learnerkit.losses import output_of, pass_kept, take_loss, wants_loss
 from learnerkit.marks import collective
 from learnerkit.torch_internals import BatchNorm, CollectivesDone, leaves_of
@@ -90,6 +91,9 @@ class ShardedBatches(Batches):
             inner.backward()
             return
         has_data, due = bool(learn.batch_size), learn.step_due
+        if not has_data:
+            learn.loss_count = 0  # each pass sets it, and is kept from the learner
+        inner.step.of_batch = host_count(learn.loss_count)
         parts = self._agreed(self.parts if has_data else 0)
         self._shards.end_votes()
         ways = self._factors() if has_data else (None, [])
@@ -116,6 +120,7 @@ class ShardedBatches(Batches):
                 self._shards.end_votes()
         finally:
             learn.step_due, inner.compares = due, True
+            inner.step.of_batch = None
         if has_data:
             self.cb.note_fit(self)
         self.cb.parts = max(self.cb.parts, parts)

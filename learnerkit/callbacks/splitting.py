@@ -217,7 +217,8 @@ class SplitBatch(Callback):
 
     def state_dict(self) -> State:
         """Return the numbers of parts of this rank, and the sizes that fit."""
-        return {"own": {"train": (self.parts, self._fits), "evaluation": self._evaluated}}
+        batches = {"batches": self._batches} if self._batches else {}
+        return {"own": {"train": (self.parts, self._fits), "evaluation": self._evaluated} | batches}
 
     def load_state_dict(self, state: State) -> None:
         """Restore the numbers of parts; on another number of ranks, take the most parts and the smallest sizes."""
@@ -228,6 +229,8 @@ class SplitBatch(Callback):
             return max(parts), min(fits)
 
         (self.parts, self._fits), self._evaluated = joined("train"), joined("evaluation")
+        # The first batches are computed in another way, with other rounding. (Older checkpoints do not have the count.)
+        self._batches = min(each.get("batches", 0) for each in ranks)
 
 
 # In words

@@ -168,6 +168,7 @@ class StepBudget(StepCounter):
 
     def __init__(self, n_steps: int) -> None:
         self.n_steps = n_steps
+        self._last = 0  # the steps at the end of the epoch before
 
     def before_fit(self) -> None:
         super().before_fit()
@@ -183,6 +184,13 @@ class StepBudget(StepCounter):
     def after_train(self) -> None:
         super().after_train()
         self._advance()
+
+    def after_epoch(self) -> None:
+        if self._steps == self._last:
+            distributed.warn_once(
+                f"epoch {self.learn.epoch} took no step: fit(n_steps={self.n_steps}) goes on until it has taken all"
+            )
+        self._last = self._steps
 
     def load_state_dict(self, state: State) -> None:
         """Restore the count of steps; the budget may be larger than it was."""

@@ -43,7 +43,8 @@ class RankStep:
         passes: averages the backward passes that come after the gradients of the step are finished.
         sends: the module whose buffers rank 0 sends to all ranks before each step, if it has any.
         mean: computes the weights of the batches.
-        count: the count of this rank's batch.
+        count: the count of this rank's batch, or of a part of it.
+        of_batch: the count of the whole batch, if it is computed in parts.
         has_data: this rank has data, and has not left it, in a batch of the step so far.
         kept: `.grad` already holds an earlier batch's gradients, because a callback skipped the step.
         number: grows with each batch, the same on every rank, once this rank has skipped nothing more of the last
@@ -73,6 +74,7 @@ class RankStep:
         self.agree: Callable[[], None] = lambda: None
         self.stepped: bool | None = None
         self.count: float | Tensor = 0
+        self.of_batch: float | Tensor | None = None
         self.has_data = False
         self.number = 0
         self.reads_late = learn.dls.device.type != "cpu"
@@ -164,7 +166,8 @@ class RankStep:
                 # A callback accumulates gradients by skipping steps. The earlier gradients already have their scale, so
                 # this batch's gradients must have it before they are added. This takes a collective and a host-device
                 # sync.
-                expected = distributed.reduce(float(self.count), "mean", among="gradients")
+                count = self.count if self.of_batch is None else self.of_batch
+                expected = distributed.reduce(float(count), "mean", among="gradients")
             mean.begin(expected * learn.step_batches or 1.0)
             self.has_data = False
         mean.counted = mean.counted + self.count

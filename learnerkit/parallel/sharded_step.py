@@ -255,7 +255,7 @@ class Sharded:
         learn.loss_grad = loss
         self._note_reduced()
         if self._looks:
-            self._used |= step.params.keys() - set(unused) if something else set()
+            self._used |= step.params.keys() - set(unused) if learn.batch_size else set()
             if self.sync or learn.step_due:
                 self._share_use()
         self.forget_calls()

@@ -14,8 +14,8 @@ from learnerkit.callbacks.accumulation import GradientAccumulation
 from learnerkit.callbacks.precision import MixedPrecision, predictions_in_float32
 from learnerkit.callbacks.splitting import SplitBatch
 from learnerkit.data.batches import in_float32, likely_sizes
-from learnerkit.events import CancelException
-from learnerkit.gradient_mean import host_count, total_norm
+from learnerkit.events import CancelBatchException, CancelException
+from learnerkit.gradient_mean import counts_something, host_count, total_norm
 from learnerkit.host_scalars import HostScalars
 from learnerkit.inspection.undoing import trial
 from learnerkit.losses import batch_count, loss_sums
@@ -317,7 +317,7 @@ class GradientNoiseScale(Callback):
         try:
             with trial(learn, model):
                 (first, one), (second, other) = (self._gradient_of(batch, i * size, size, whole) for i in range(2))
-        except CancelException:  # A hook of the model raised it, and will in the batch itself.
+        except CancelException:  # A hook of the model raised it, and will in the batch itself; or nothing counts.
             self._row = None
             return
         apart = [a if b is None else b if a is None else a - b for a, b in zip(first, second, strict=True)]
@@ -339,6 +339,8 @@ class GradientNoiseScale(Callback):
                 predictions_in_float32(learn)
             learn._loss()
             count = host_count(batch_count(learn))
+            if not counts_something(count):
+                raise CancelBatchException  # there is no mean loss
             loss = learn.loss_grad * self._scale() / (count if loss_sums(learn) else 1)
             return list(torch.autograd.grad(loss, self._params(), allow_unused=True)), count
         except CancelException:

@@ -87,6 +87,17 @@ class Penalty(Callback):
             self.learn.loss_grad = self.loss_grad + 0.1 * self.learn.pred.square().mean()
 
 
+class KeepsGradients(Callback):
+    """Takes every other step, with the gradients of two batches."""
+
+    order = 5
+    run_valid = False
+
+    def after_backward(self):
+        if self.learn.iter % 2 == 0:
+            raise CancelBatchException
+
+
 def tokens(pred, y):
     return F.cross_entropy(pred, y.masked_fill(y == 2, -100))
 
@@ -100,13 +111,17 @@ JOBS = {
         "model": lambda: Scaled(),
         "shard": [Block, nn.Linear],  # of one inside another the outer is a unit
     },
+    "kept gradients": {"cbs": [KeepsGradients], "parts": 2},
+    "classes with weights, a rank without data": {
+        "n": 13, "loss": nn.CrossEntropyLoss(torch.tensor([0.2, 1, 3]).double()), "parts": 2,
+    },
     "reduced once": {"cbs": [lambda: GradientAccumulation(n_batches=2)], "options": {"sync": False}, "parts": 3},
     "gathered for both passes": {"options": {"reshard_after_forward": False}},
     "penalty": {"cbs": [Penalty]},
     "counted": {"loss": tokens, "loss_weight": lambda y: (y != 2).sum()},
     "sum": {"loss": nn.CrossEntropyLoss(reduction="sum")},
     "unused parameters": {"model": lambda: WithUnused()},
-}
+}  # fmt: skip
 
 
 class Scaled(Net):
@@ -127,9 +142,12 @@ class WithUnused(Net):
         self.more = nn.Linear(3, 3)
 
 
+SOME = "accumulated", "kept gradients", "classes with weights, a rank without data"
+
+
 @pytest.mark.filterwarnings("ignore:find_unused_parameters=True was chosen")
 @pytest.mark.parametrize("where", mostly_soak(["forward", "backward"], "backward"))
-@pytest.mark.parametrize("job", mostly_slow(JOBS, "accumulated", slow=["a rank without data"]))
+@pytest.mark.parametrize("job", mostly_slow(JOBS, *SOME, slow=["a rank without data"]))
 def test_a_job_in_parts_equals_one_process(job, where):
     given = dict(JOBS[job])
     cbs, options, parts = given.pop("cbs", []), given.pop("options", None), given.pop("parts", None)

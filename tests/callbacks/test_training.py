@@ -54,6 +54,13 @@ def test_a_fit_takes_so_many_steps(method, n_steps, ends):
     assert not steps or learn.pct_train == 1.0
 
 
+def test_an_epoch_without_a_step_is_told():
+    learn = learner(cbs=raising("before_train", CancelTrainException()))
+    with pytest.warns(UserWarning, match=r"epoch 0 took no step: fit\(n_steps=3\) goes on until"):
+        learn.fit(n_steps=3)
+    assert len(learn.recorder.values) == 2
+
+
 def test_it_equals_a_fit_of_as_many_epochs():
     a, b = learner(), learner()
     a.fit_one_cycle(3, 0.1)

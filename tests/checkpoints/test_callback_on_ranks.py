@@ -9,7 +9,7 @@ from helpers import make_classes, make_data, make_learner, make_model, weights
 from resume_jobs import Carries, different
 from torch import nn
 
-from learnerkit import EMA, Callback, CheckpointCallback, DataLoaders, distributed, set_seed
+from learnerkit import EMA, Callback, CheckpointCallback, DataLoaders, SplitBatch, distributed, set_seed
 
 pytestmark = pytest.mark.ranks(2, soak=[3])
 
@@ -66,6 +66,14 @@ def test_weights_of_classes_give_the_same_bits(tmp_path):
     parts = lambda: {"model": make_model(n_out=3), "loss_func": nn.CrossEntropyLoss(torch.tensor([0.2, 1, 3]))}  # noqa: E731
     whole = fit(tmp_path / "whole", dls, parts=parts())
     again = fit(only(tmp_path / "whole", "fit0-epoch1-step4", tmp_path / "again"), dls, parts=parts())
+    assert different(weights(whole.model), weights(again.model)) == []
+
+
+def test_batches_in_parts_give_the_same_bits(tmp_path):
+    dls = lambda: DataLoaders.from_datasets(make_data(13), bs=5, device="cpu")  # noqa: E731
+    options = {"split_batches": True}
+    whole = fit(tmp_path / "whole", dls, SplitBatch(2), **options)
+    again = fit(only(tmp_path / "whole", "fit0-epoch1-step4", tmp_path / "again"), dls, SplitBatch(2), **options)
     assert different(weights(whole.model), weights(again.model)) == []
 
 

@@ -19,7 +19,7 @@ REFUSED = {
 QUICK = [
     "loss with parameters, in the splitter", "callback's own backward pass before the loss's",
     "SAM that needs a closure", "a _backward of its own, of experts", "cancel in a forward hook, on one rank",
-    "a buffer of features",
+    "a buffer of features", "a _backward of its own, and a batch that counts nothing",
 ]  # fmt: skip
 """Of the others every sixteenth is for `pytest -m slow`; the rest is for `pytest -m soak`."""
 

@@ -42,7 +42,9 @@ SOON = 15  # seconds; a second on an idle machine
 
 # Equality with one process
 
-QUICK = ["plain", "tied weights and shared modules", "parts that one rank alone uses"]
+QUICK = [
+    "plain", "tied weights and shared modules", "parts that one rank alone uses", "a first batch that counts nothing",
+]  # fmt: skip
 SLOW = [
     "blocks frozen in before_epoch, by parameters that are held", "EMA of a module",
     "a loss with parameters, clipped each and accumulated", "a part left out later", "validate and get_preds in a fit",

@@ -178,6 +178,14 @@ def test_a_batch_that_is_left_out_is_no_part(event, error, order):
     torch.testing.assert_close(shown(scale), recomputed(learn.model, "mean", batches), rtol=1e-9, atol=1e-12)
 
 
+def test_a_batch_of_which_a_quarter_counts_nothing_is_not_measured():
+    data = make_data(32)
+    data.tensors[1][:8] = -100  # two quarters of the first batch
+    learn = make_learner(data=data, batch_size=16)
+    learn.fit(1, cbs=(scale := GradientNoiseScale(every=1)))
+    assert [row.step for row in rows_of(scale)] == [1]
+
+
 @pytest.mark.parametrize("keeps", [True, False])
 def test_gradients_of_an_earlier_step_are_not_taken_for_this_ones(keeps):
     """A callback accumulates by itself; or gradients are set to zero rather than removed."""
