@@ -110,6 +110,13 @@ def parameters_beside(model: nn.Module, loss_func: Any, opts: Iterable[Optimizer
     return list(dict.fromkeys(p for p in held if p.requires_grad and p not in known))
 
 
+def unsaved_inside(opts: Iterable[Optimizer]) -> list[str]:
+    """Return the names of the optimizers inside of others whose `state_dict` leaves their state out."""
+    plain = (opt for opt in opts if type(opt).state_dict is Optimizer.state_dict)
+    held = ((opt, name, inner) for opt in plain for name, inner in vars(opt).items() if isinstance(inner, Optimizer))
+    return [f"{type(opt).__name__}.{name}" for opt, name, inner in held if inner.state is not opt.state]
+
+
 def not_among(params: Iterable[Any], model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters of a model, by their names, that are not among others."""
     known = {*params}

@@ -17,6 +17,7 @@ from servers import FOREIGN, serving
 
 from learnerkit import distributed, on_rank0, rank0_first, set_seed
 from learnerkit.distributed import facts, meeting, seeds
+from learnerkit.distributed.collectives import _explained
 from learnerkit.processes.machine import LOOPBACK
 
 
@@ -35,6 +36,13 @@ def test_facts_come_from_the_environment_when_asked(monkeypatch):
         1,
         False,
     )
+
+
+def test_a_collective_inside_another_one_tells_of_a_lost_rank_once():
+    with pytest.raises(distributed.PeerError) as caught, _explained("all_gather"), _explained("broadcast"):
+        raise RuntimeError("Connection closed by peer")
+    assert str(caught.value).startswith("rank 0 called distributed.broadcast, but another rank has ended")
+    assert str(caught.value).count("rank 0 called") == 1
 
 
 def test_facts_come_from_the_variables_of_a_cluster_without_a_launcher(monkeypatch):

@@ -193,6 +193,11 @@ class CheckpointCallback(StepCounter):
             if checkpoint is not None:
                 self._take_up(checkpoint, now)
             storage.check_writable()
+        if inside := optim.unsaved_inside(learn.opts):
+            distributed.warn_once(
+                f"a resumed run begins with a new state of {first_few(inside)}, as checkpoints have what the "
+                "state_dict of an optimizer returns: give the outer one methods that include the inner one"
+            )
         trained = {name for name, p in unwrap(learn.model).named_parameters() if p.requires_grad}
         self._infinite = {k: where for k, where in _not_finite(_values(now)).items() if k not in trained}
         self._deadline = time.monotonic() + self._seconds

@@ -143,7 +143,7 @@ def _explained(what: str) -> Iterator[None]:
         text = str(e)
         if MISMATCH in text:
             e.add_note(SAME_CALLS)
-        if may_follow(e):
+        if may_follow(e) and not isinstance(e, PeerError):  # a collective inside another one has told it
             raise PeerError(
                 f"rank {rank()} called distributed.{what}, but another rank has ended, failed, or did not come; every "
                 f"rank must make the same calls, in the same order ({text}) (errors.html#peers)"

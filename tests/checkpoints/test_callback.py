@@ -747,6 +747,29 @@ def test_a_changed_schedule_is_listed(tmp_path):
     assert any("callbacks.ParamScheduler.lr.0: [0.1, 0.07500000000000001" in str(w.message) for w in caught)
 
 
+class Outer(torch.optim.SGD):
+    """Has the optimizer that takes its steps inside it, as SAM has."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr=lr)
+        self.inner = torch.optim.AdamW(self.param_groups, lr=lr)
+
+    def step(self, closure=None):
+        return self.inner.step()
+
+
+class Both(Outer):
+    def state_dict(self):
+        return super().state_dict() | {"inner": self.inner.state_dict()}
+
+
+def test_an_optimizer_inside_another_one_that_is_not_saved_is_told(tmp_path):
+    fit = lambda kind: make_learner(opt_func=kind, cbs=CheckpointCallback(tmp_path / kind.__name__)).fit(1)  # noqa: E731
+    with pytest.warns(UserWarning, match=r"begins with a new state of Outer\.inner, as checkpoints have what the"):
+        fit(Outer)
+    fit(Both)
+
+
 def test_another_optimizer_begins_anew(tmp_path):
     finished(make("plain", tmp_path, Kill(9), every=9), "plain")
     learn = make("plain", tmp_path, resume=True, every=1000)
