@@ -72,53 +72,50 @@ def load(
         )
     distributed.follow_rank0("load_learner")
     with file.copied() if isinstance(file, StorePath) else nullcontext(file) as local:
-        return _read(make, local, file, model, dls, data, loss_func, device, path, model_dir)
+        _check_is_there(local)
+        own = DataLoaders(NoData(), NoData(), device=device) if dls is None else dls
+        program: programs.Program | None = None
+        if file.suffix != PROGRAM:
+            text = _record(local, file)
+        elif model is not None:
+            raise ValueError(f"{file} is a program that needs no model: leave model= out")
+        else:
+            program, text = programs.read(local, own.device)
+        facts = read_facts(text, file)
+        if data is not None:
+            own = _prepared(data, facts.preprocessing, file, own.device)
+        elif dls is None:
+            if facts.preprocessing is not None:
+                own = _OfPrepared(NoData(), NoData(), device=own.device)
+            own.n_inp = facts.n_inp
+            own.target_keys = own.target_keys if facts.target_keys is None else tuple(facts.target_keys)
+            own.ignore_keys = tuple(facts.ignore_keys or ())
+        if own.classes is None:
+            own.classes = facts.classes
+        if own.preprocessing is None:
+            own.preprocessing = facts.preprocessing
+        if program is None:
+            made = _made(model, file, facts.model, own)
+            model = made.model if isinstance(made, make) else made
+            if not isinstance(model, nn.Module):
+                raise TypeError(f"model={model!r} returned {made!r}; it must return an nn.Module")
+        else:
+            program.inputs, model = facts.inputs, program
+        if loss_func is None and not (facts.own_loss and program is None):
+            loss_func = NotExported(facts.decoding, facts.probabilities)
+        learn = make(own, model, loss_func, path=path, model_dir=model_dir)
+        if program is None:
+            with distributed.alone():
+                learn.load(local, with_opt=False)
+    model.eval()
+    return learn
 
 
-@collective
-def _read(
-    make: type["Learner"], file: Path, shown: AnyPath, model: Any, dls: DataLoaders | None, data: Any, loss_func: Any,
-    device: Any, path: str | Path, model_dir: str | Path,
-) -> "Learner":  # fmt: skip
-    """Make the learner from a file, which may be a copy of the one that messages name (`shown`)."""
+def _check_is_there(file: Path) -> None:
     if not file.is_file():
         exported = (p.name for p in file.parent.iterdir() if p.suffix in SUFFIXES) if file.parent.is_dir() else ()
         name, there = printable(str(file), 1000), first_few(sorted(exported), n=20)
         raise FileNotFoundError(f"there is no file {name}; exported there: {there or 'nothing'}")
-    own = DataLoaders(NoData(), NoData(), device=device) if dls is None else dls
-    if file.suffix == PROGRAM:
-        if model is not None:
-            raise ValueError(f"{shown} is a program that needs no model: leave model= out")
-        program, text = programs.read(file, own.device)
-        facts = read_facts(text, shown)
-        program.inputs, model = facts.inputs, program
-    else:
-        facts = read_facts(_record(file, shown), shown)
-    if data is not None:
-        own = _prepared(data, facts.preprocessing, shown, own.device)
-    elif dls is None:
-        if facts.preprocessing is not None:
-            own = _OfPrepared(NoData(), NoData(), device=own.device)
-        own.n_inp = facts.n_inp
-        own.target_keys = own.target_keys if facts.target_keys is None else tuple(facts.target_keys)
-        own.ignore_keys = tuple(facts.ignore_keys or ())
-    if own.classes is None:
-        own.classes = facts.classes
-    if own.preprocessing is None:
-        own.preprocessing = facts.preprocessing
-    if file.suffix != PROGRAM:
-        made = _made(model, shown, facts.model, own)
-        model = made.model if isinstance(made, make) else made
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model={model!r} returned {made!r}; it must return an nn.Module")
-    makes_loss = facts.own_loss and file.suffix != PROGRAM
-    loss_func = NotExported(facts.decoding, facts.probabilities) if loss_func is None and not makes_loss else loss_func
-    learn = make(own, model, loss_func, path=path, model_dir=model_dir)
-    if file.suffix != PROGRAM:
-        with distributed.alone():
-            learn.load(file, with_opt=False)
-    model.eval()
-    return learn
 
 
 def _prepared(data: Any, preprocessing: Any, file: AnyPath, device: Any) -> DataLoaders:

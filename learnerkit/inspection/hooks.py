@@ -109,6 +109,7 @@ NEAR_ZERO = 0.05
 
 _STATS = {"mean": "Mean", "std": "Standard deviation", "near_zero": f"Share within {NEAR_ZERO} of zero"}
 _LOW, _HIGH, _PER_DECADE = -4, 2, 8  # powers of ten, and bins, of the histograms of magnitudes
+_BINS = (_HIGH - _LOW) * _PER_DECADE
 
 
 class ActivationStats(Callback):
@@ -149,7 +150,9 @@ class ActivationStats(Callback):
         self.layers: list[str] = []
         self.steps: list[int] = []
         self._values, self._counts = HostScalars(), list[Tensor]()
-        self._now: list[tuple[Tensor, Tensor | None] | None] = []
+        # What a layer without an output has: no statistics, and no counts.
+        self._nothing = torch.full((len(_STATS),), math.nan), torch.zeros(_BINS, dtype=torch.int32)
+        self._now: list[tuple[Tensor, Tensor]] = []
 
     def before_fit(self) -> None:
         self._begin()
@@ -178,30 +181,26 @@ class ActivationStats(Callback):
         learn = self.learn
         if learn.train_iter % self.every or not learn.batch_size:
             return
-        self._now = [None] * len(self._hooked)
+        self._now = [self._nothing] * len(self._hooked)
         for i, (_, module) in enumerate(self._hooked):
             self._off.enter_context(Hook(module, partial(self._note, i)))
         self._off.enter_context(uncompiled())  # compiled code would not call hooks that it was not made with
 
     def _note(self, i: int, module: nn.Module, inputs: Any, output: Any) -> None:
-        if self._now[i] is None:  # The first call of a layer counts.
-            tensor = next((t for t in tensors_in(output) if t.is_floating_point() and t.numel()), None)
+        if self._now[i] is self._nothing:  # The first call of a layer counts.
+            tensor = next((t.float() for t in tensors_in(output) if t.is_floating_point() and t.numel()), None)
             if tensor is not None:
-                self._now[i] = _statistics(tensor.float(), self.with_hist)
+                self._now[i] = _statistics(tensor), _histogram(tensor) if self.with_hist else self._nothing[1]
 
     def after_pred(self) -> None:
         self._off.close()
         if not self._now:
             return
-        nan = torch.full((), math.nan)
-        for statistics in self._now:
-            for value in [nan] * len(_STATS) if statistics is None else statistics[0].unbind():
+        for statistics, counts in self._now:
+            for value in statistics.unbind():
                 self._values.append(value)
-        if self.with_hist:
-            none = torch.zeros(_bins(), dtype=torch.int32)
-            self._counts += [
-                none if statistics is None or statistics[1] is None else statistics[1] for statistics in self._now
-            ]
+            if self.with_hist:
+                self._counts.append(counts)
         self._now = []
         self.steps.append(self.learn.train_iter)
         if not len(self.steps) % 64:  # otherwise they would pile up on the device
@@ -241,6 +240,7 @@ class ActivationStats(Callback):
 
     # Plots
 
+    @distributed.on_rank0
     def plot_layer_stats(self, layers: Layers = None) -> Any:
         """Plot the statistics over the steps: mean, standard deviation, and the share near zero.
 
@@ -254,8 +254,6 @@ class ActivationStats(Callback):
             ImportError: matplotlib is not installed.
             ValueError: nothing was recorded, or no such layer.
         """
-        if not distributed.is_main():
-            return None
         indices, stats = self._selected(layers), self.stats
         plt = pyplot("plot_layer_stats")
         figure, axes = plt.subplots(1, 3, figsize=(12, 3.2), layout="constrained")
@@ -269,6 +267,7 @@ class ActivationStats(Callback):
         figure.legend(handles=list(shown), loc="outside right center", title="layer", fontsize=9, frameon=False)
         return axes
 
+    @distributed.on_rank0
     def plot_hist(self, layers: Layers = None) -> Any:
         """Show how the magnitudes of the activations are distributed at each step; needs `with_hist=True`.
 
@@ -285,8 +284,6 @@ class ActivationStats(Callback):
             ImportError: matplotlib is not installed.
             ValueError: nothing was recorded, no such layer, or no histograms.
         """
-        if not distributed.is_main():
-            return None
         indices = self._selected(layers)
         if not self.with_hist:
             raise ValueError("there are no histograms: ActivationStats(with_hist=True) records them")
@@ -317,18 +314,15 @@ class ActivationStats(Callback):
         return indices
 
 
-def _statistics(x: Tensor, with_hist: bool) -> tuple[Tensor, Tensor | None]:
-    """Return the three statistics of a float32 tensor, and the histogram of its magnitudes; on its device."""
+def _statistics(x: Tensor) -> Tensor:
+    """Return the three statistics of a float32 tensor, on its device."""
     std, mean = torch.std_mean(x, correction=0)
-    magnitude = x.abs()
-    stats = torch.stack([mean, std, (magnitude <= NEAR_ZERO).float().mean()])
-    if not with_hist:
-        return stats, None
-    power = magnitude.nan_to_num(nan=math.inf).clamp(10.0**_LOW, 10.0**_HIGH).log10()
-    place = ((power - _LOW) * _PER_DECADE).long().clamp(0, _bins() - 1).flatten()
-    counts = torch.zeros(_bins(), dtype=torch.int32, device=x.device)
-    return stats, counts.scatter_add_(0, place, torch.ones_like(place, dtype=torch.int32))
+    return torch.stack([mean, std, (x.abs() <= NEAR_ZERO).float().mean()])
 
 
-def _bins() -> int:
-    return (_HIGH - _LOW) * _PER_DECADE
+def _histogram(x: Tensor) -> Tensor:
+    """Return how many numbers of a float32 tensor have which magnitude, on its device."""
+    power = x.abs().nan_to_num(nan=math.inf).clamp(10.0**_LOW, 10.0**_HIGH).log10()
+    place = ((power - _LOW) * _PER_DECADE).long().clamp(0, _BINS - 1).flatten()
+    counts = torch.zeros(_BINS, dtype=torch.int32, device=x.device)
+    return counts.scatter_add_(0, place, torch.ones_like(place, dtype=torch.int32))

@@ -110,6 +110,7 @@ class ClassificationInterpretation:
         pairs = self.targets[counted] * n + self.decoded[counted]
         return torch.bincount(pairs, minlength=n * n).view(n, n)
 
+    @distributed.on_rank0
     def plot_confusion_matrix(self, normalize: bool = False, ax: Any = None) -> Any:
         """Plot the confusion matrix.
 
@@ -123,8 +124,6 @@ class ClassificationInterpretation:
         Raises:
             ImportError: matplotlib is not installed.
         """
-        if not distributed.is_main():
-            return None
         counts, names = self.confusion_matrix(), self.classes
         shares = counts / counts.sum(1, keepdim=True).clamp(min=1)
         if ax is None:

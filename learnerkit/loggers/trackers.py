@@ -8,6 +8,7 @@ import re
 import secrets
 import sys
 import time
+from importlib import import_module
 from io import BytesIO
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -114,6 +115,8 @@ def _has_row(folder: str, step: int) -> bool:
 class _Service(Tracker):
     """A tracker whose run stays open between fits; one that the user has opened is used, and not closed.
 
+    What is here of configs and files is as Weights & Biases has it, and Trackio after its example.
+
     Args:
         every, plots, config, log_model, log_files: as in `Tracker`.
         init: for the function that begins a run.
@@ -161,6 +164,16 @@ class _Service(Tracker):
             self._there = self._there_of(run)
         self._id, self._native = self._id_of(run), run
         return run
+
+    def _write_config(self, config: dict[str, Any]) -> None:
+        own = self._handle.config
+        own.update({name: value for name, value in config.items() if name not in own})
+
+    def _write_files(self, kind: str, files: dict[str, Path]) -> None:
+        artifact = import_module(self._package).Artifact(f"{kind}-{self._id}", kind)
+        for name, path in files.items():
+            artifact.add_file(str(path), name)  # W&B copies the file now, and Trackio in the next line.
+        self._handle.log_artifact(artifact)
 
     def close(self) -> None:
         """End the run, unless it is yours: the next fit begins another one."""
@@ -217,10 +230,6 @@ class WandbCallback(_Service):
         self._charted = set[str]()
         return run
 
-    def _write_config(self, config: dict[str, Any]) -> None:
-        own = self._handle.config
-        own.update({name: value for name, value in config.items() if name not in own})
-
     def _write(self, records: list[Record]) -> None:
         for record in records:
             numbers = {name.replace("*", "_"): value for name, value in record.numbers().items()}  # * is a pattern
@@ -233,14 +242,6 @@ class WandbCallback(_Service):
         import wandb
 
         self._handle.log({name: wandb.Image(figure), "step": self._newest})
-
-    def _write_files(self, kind: str, files: dict[str, Path]) -> None:
-        import wandb
-
-        artifact = wandb.Artifact(f"{kind}-{self._id}", kind)
-        for name, path in files.items():
-            artifact.add_file(str(path), name)  # This copies the file.
-        self._handle.log_artifact(artifact)
 
 
 class CometCallback(_Service):
@@ -484,9 +485,6 @@ class TrackioCallback(_Service):
         self._named = {"project": run.project, "name": run.name}
         return run
 
-    def _write_config(self, config: dict[str, Any]) -> None:
-        self._handle.config.update({name: value for name, value in config.items() if name not in self._handle.config})
-
     def _write(self, records: list[Record]) -> None:
         for record in records:
             self._handle.log(record.numbers(), step=record.step)
@@ -498,14 +496,6 @@ class TrackioCallback(_Service):
         with BytesIO() as file:
             figure.savefig(file, format="png")
             self._handle.log({name: trackio.Image(Image.open(file))}, step=self._newest)
-
-    def _write_files(self, kind: str, files: dict[str, Path]) -> None:
-        import trackio
-
-        artifact = trackio.Artifact(f"{kind}-{self._id}", type=kind)
-        for name, path in files.items():
-            artifact.add_file(path, name)
-        self._handle.log_artifact(artifact)  # This copies the files.
 
 
 def _last_step(client: Any, run: Any, name: str) -> int:
