@@ -439,7 +439,7 @@ def test_code_tokens_are_counted_right():
 # The most tokens of code that each room may have; a room is a folder of the package, or a file at its top. A budget is
 # raised by at most a tenth. More needs a line in the changelog that says why.
 BUDGETS = {
-    "callbacks": 40_615, "parallel": 26_200, "data": 19_305, "scaling": 16_765, "preflight": 18_405, "sweep": 11_505,
+    "callbacks": 40_615, "parallel": 26_210, "data": 19_305, "scaling": 16_765, "preflight": 18_405, "sweep": 11_505,
     "launch": 14_215, "checkpoints": 13_701, "learner": 10_235, "inspection": 9_155, "metrics": 9_030,
     "loggers": 7_635, "images": 7_935, "optim": 7_721, "notebook": 7_180, "tabular": 7_180, "export": 6_555,
     "losses": 6_670, "distributed": 5_905, "vision": 5_200, "run_state": 5_320, "language": 4_430, "processes": 4_765,

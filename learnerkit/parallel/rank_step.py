@@ -215,10 +215,10 @@ class RankStep:
         return float(self.mean.weight(float(self.count), total))
 
     def vector(self) -> Tensor:
-        """Return this rank's vector of a step that is due: the count of its batches, the flags, and `has_data`."""
+        """Return this rank's vector of a step that is due: the count of its batches, the flags, and `not has_data`."""
         vector = torch.zeros(_SLOTS, dtype=torch.float64, device=self.learn.dls.device)  # counts need many digits
         # The numbers are written on the device, without a sync.
-        for place, number in enumerate([self.mean.counted, *self.agreement.flags(), self.has_data]):
+        for place, number in enumerate([self.mean.counted, *self.agreement.flags(), not self.has_data]):
             if counts_something(number):
                 vector[place] = number
         return vector
@@ -259,8 +259,8 @@ class RankStep:
         mean.counted = vector[0] if self.reads_late else vector[0].item()
         rounding = 8 * torch.finfo(vector.dtype).eps
         scale_gradients(self.params.values(), mean.correction(rounding))
-        if not (self.learn.batch_size or self.kept or vector[1 + len(TOLD)].item()):  # a host-device sync
-            self.clear()
+        if not (self.learn.batch_size or self.kept) and vector[1 + len(TOLD)].item() > 1 - 0.5 / mean.ranks:
+            self.clear()  # all ranks have said so; this was a host-device sync
         if self.reads_late:
             last, self._last_flags = self._last_flags, HostCopy(flags)
             told = last.numbers() if last else []
