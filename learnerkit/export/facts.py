@@ -32,7 +32,7 @@ class NotExported:
         if probabilities is not None:
             self.activation = ACTIVATIONS[probabilities]
 
-    def __call__(self, *args: Any) -> Tensor:
+    def __call__(self, *args: Any, reduction: str = "none") -> Tensor:
         raise ValueError("the learner was loaded without a loss: load_learner(..., loss_func=...) gives it one")
 
 

@@ -71,8 +71,10 @@ def test_a_learner_without_data_or_loss_says_so():
     for call in (lambda: learn.fit(1), learn.validate, learn.get_preds):
         with pytest.raises(ValueError, match=r"is empty: the learner was loaded without data; .*dls="):
             call()
-    with pytest.raises(ValueError, match="loaded without a loss"):
-        learn.validate(dl=make_learner().dls.valid)
+    dl = make_learner().dls.valid
+    for call in (learn.validate, partial(learn.get_preds, with_loss=True)):
+        with pytest.raises(ValueError, match="loaded without a loss"):
+            call(dl=dl)
 
 
 def test_raw_inputs_need_the_data_that_prepares_them():
