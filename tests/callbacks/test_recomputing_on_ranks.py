@@ -11,6 +11,7 @@ from torch.utils.data import TensorDataset
 
 from learnerkit import ActivationCheckpointing, Callback, DataLoaders, GradientAccumulation, Learner, distributed
 from learnerkit.large.units import units
+from learnerkit.shards import gathered
 
 pytestmark = pytest.mark.ranks(slow=[2], soak=[3])
 
@@ -97,7 +98,7 @@ def test_a_sharded_model_computes_its_units_again_inside_of_them(reshard):
                 opt.zero_grad()
                 calls = [len(block.called) for block in model[:3]]
         buffers = torch.cat([b.double().reshape(-1) for b in model.buffers()])
-        return torch.cat([p.full_tensor().detach().reshape(-1) for p in model.parameters()]), buffers, calls
+        return torch.cat([gathered(p.detach()).reshape(-1) for p in model.parameters()]), buffers, calls
 
     (expected, buffers, calls), (found, found_buffers, found_calls) = weights(None), weights(ActivationCheckpointing())
     assert torch.equal(found, expected)
