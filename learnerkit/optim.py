@@ -112,9 +112,16 @@ def parameters_beside(model: nn.Module, loss_func: Any, opts: Iterable[Optimizer
 
 def unsaved_inside(opts: Iterable[Optimizer]) -> list[str]:
     """Return the names of the optimizers inside of others whose `state_dict` leaves their state out."""
-    plain = (opt for opt in opts if type(opt).state_dict is Optimizer.state_dict)
-    held = ((opt, name, inner) for opt in plain for name, inner in vars(opt).items() if isinstance(inner, Optimizer))
-    return [f"{type(opt).__name__}.{name}" for opt, name, inner in held if inner.state is not opt.state]
+    opts, found = list(opts), list[str]()
+    for opt in opts:
+        if "state_dict" in vars(opt) or type(opt).state_dict is not Optimizer.state_dict:
+            continue
+        is_loaded = type(opt).load_state_dict is not Optimizer.load_state_dict  # torch's makes a new state
+        for name, inner in vars(opt).items():
+            is_shared = isinstance(inner, Optimizer) and inner.state is opt.state and is_loaded
+            if isinstance(inner, Optimizer) and not is_shared and inner not in opts:
+                found.append(f"{type(opt).__name__}.{name}")
+    return found
 
 
 def not_among(params: Iterable[Any], model: nn.Module) -> dict[str, nn.Parameter]:

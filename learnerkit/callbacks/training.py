@@ -186,7 +186,7 @@ class StepBudget(StepCounter):
         self._advance()
 
     def after_epoch(self) -> None:
-        if self._steps == self._last:
+        if self._steps == self._last and self.learn.epoch > self.learn.start_epoch:  # the first may only validate
             distributed.warn_once(
                 f"epoch {self.learn.epoch} took no step: fit(n_steps={self.n_steps}) goes on until it has taken all"
             )

@@ -334,7 +334,15 @@ class RankDispatch(Dispatch):
     def fire(self, event: str) -> None:
         """Call the hooks of an event, and vote after an event outside the batches."""
         if event in INNER_EVENTS:
-            self._call(event, self.table[event])
+            try:
+                self._call(event, self.table[event])
+            except CancelBackwardException:
+                # The step follows, for which the other ranks come from the hooks that this rank has skipped.
+                if event == "after_backward" and distributed.world_size() > 1:
+                    all_skip = self.agreement.left_batch.finish_after_backward()
+                    if not (all_skip or self.agreement.learn.step_due):
+                        raise CancelBatchException(agreed=True) from None  # as on the ranks that have come to its end
+                raise
             return
         if (shards := self.agreement.learn.shards) is not None:
             shards.free()
@@ -360,9 +368,11 @@ class RankDispatch(Dispatch):
         if self.has_passed(event) and event not in self.stopped:
             return False
         hooks = self.stopped.pop(event, self.table[event])
-        of_this_rank = suppress(CancelBatchException, CancelBackwardException, CancelStepException)
-        with self.agreement.keeping(), of_this_rank:
-            self._call(event, hooks)
+        while hooks:  # a hook may cancel again
+            of_this_rank = suppress(CancelBatchException, CancelBackwardException, CancelStepException)
+            with self.agreement.keeping(), of_this_rank:
+                self._call(event, hooks)
+            hooks = self.stopped.pop(event, [])
         return True
 
     def _call(self, event: str, hooks: list) -> None:

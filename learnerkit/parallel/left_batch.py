@@ -80,7 +80,7 @@ class LeftBatch(Callback):
         self.finish_backward()
         if learn.step_due:
             self.step_unless_all_skip(clears=False)
-        else:
+        elif step.is_open():  # GradientAccumulation ends such a batch on all ranks alike
             self.finish_after_backward()
         if step.stepped and step.dispatch.resume("after_step"):
             step.clear()  # the other ranks clear their gradients, too

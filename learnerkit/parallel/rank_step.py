@@ -285,7 +285,8 @@ class RankStep:
 
     def is_open(self) -> bool:
         """Tell whether this rank has skipped a part of the batch for which other ranks may wait."""
-        is_left = self.stepped is None if self.learn.step_due else "after_backward" in self.dispatch.stopped
+        skips = "after_backward" in self.dispatch.stopped or not self.dispatch.has_passed("after_backward")
+        is_left = self.stepped is None if self.learn.step_due else skips
         return is_left or not self.reduced or "after_step" in self.dispatch.stopped
 
     def note_optimizer_step(self, *_: Any) -> None:

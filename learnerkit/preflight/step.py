@@ -167,7 +167,8 @@ class StepCheck(Callback):
     def before_batch(self) -> None:
         learn, self._running_model = self.learn, True
         # A model that makes its loss gets the targets, too.
-        self._xb = tuple(x for x in learn.xb if all(x is not y for y in learn.yb))
+        makes_loss = learn.loss_func is None
+        self._xb = tuple(x for x in learn.xb if not (makes_loss and any(x is y for y in learn.yb)))
         if learn.training:
             self.stage = "prediction"
 

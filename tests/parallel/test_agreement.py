@@ -38,6 +38,7 @@ from learnerkit.distributed import PeerError
 from learnerkit.events import INNER_EVENTS, Event
 from learnerkit.parallel.agreement import Agreement
 from learnerkit.parallel.loaders import split_evenly
+from learnerkit.parallel.watch import Watch
 from learnerkit.processes.requests import END
 
 on_ranks = pytest.mark.ranks(2, slow=["gpus"], soak=[3])  # two GPUs: NCCL has not been tried so far
@@ -667,16 +668,38 @@ def test_a_rank_that_cancels_its_backward_pass_beside_others_that_count_nothing_
     check_after(learn, took=took)
 
 
+def meet_now(cb):
+    distributed.reduce(1)
+
+
 @on_ranks
-def test_a_rank_that_cancels_before_the_end_of_after_backward_takes_no_step_that_is_not_due():
-    accumulate, everyone = GradientAccumulation(n_batches=2), tuple(range(N))
-    meet = Callback(after_backward=lambda cb: distributed.reduce(1), order=5)
-    leave = partial(Do, "after_backward", at=0)
+def test_a_rank_that_cancels_in_after_backward_comes_to_the_collectives_there():
     for kind in (CancelBatchException, CancelBackwardException):
-        learn = make_learner([leave(throw(kind())), meet, accumulate])
+        learn = make_learner([Do("after_backward", throw(kind())), Callback(after_backward=meet_now, order=5), Clip()])
         error, took = fit(learn)
         assert error is None, error
         check_after(learn, took=took)
+
+
+@on_ranks
+def test_batches_without_a_step_ask_no_other_rank(monkeypatch):
+    asked = []
+    monkeypatch.setattr(Watch, "all_skip", lambda self, point: asked.append(point))
+    error, _ = fit(make_learner(GradientAccumulation(n_batches=2)))
+    assert (error, asked) == (None, [])
+
+
+@on_ranks
+def test_a_rank_that_cancels_before_the_end_of_after_backward_takes_no_step_that_is_not_due():
+    accumulate, everyone = GradientAccumulation(n_batches=2), tuple(range(N))
+    meet = Callback(after_backward=meet_now, order=5)
+    leave = partial(Do, "after_backward", at=0)
+    for kind in (CancelBatchException, CancelBackwardException):
+        for more in ([meet], [meet, leave(throw(kind()), order=2)], [Callback(before_step=meet_now)]):
+            learn = make_learner([leave(throw(kind())), *more, accumulate])
+            error, took = fit(learn)
+            assert error is None, error
+            check_after(learn, took=took)
         assert_equals_alone(lambda kind=kind: make_learner([leave(throw(kind()), ranks=everyone), accumulate]), 1)
 
 

@@ -157,6 +157,12 @@ def test_targets_that_a_model_gets_for_its_loss_are_no_inputs(capsys):
     assert found["targets"][1].startswith("uint8 (1, 8, 8) on cpu, values 0 .. 1;")
 
 
+def test_inputs_that_are_also_the_targets_are_judged(capsys):
+    x = torch.rand(4, 4)
+    found, _ = checked(capsys, Learner(DataLoaders([(x, x)], device="cpu"), make_model(4, 4), nn.MSELoss()), True)
+    assert found["inputs"][1].startswith("float32 (4, 4) on cpu, values 0")
+
+
 def test_a_healthy_report_says_what_was_found(capsys):
     found, _ = checked(capsys, classes(metrics=accuracy), True)
     assert {mark for mark, _ in found.values()} == {"ok"}
