@@ -114,13 +114,13 @@ def unsaved_inside(opts: Iterable[Optimizer]) -> list[str]:
     """Return the names of the optimizers inside of others whose `state_dict` leaves their state out."""
     opts, found = list(opts), list[str]()
     for opt in opts:
-        if "state_dict" in vars(opt) or type(opt).state_dict is not Optimizer.state_dict:
+        kind = type(opt)
+        if "state_dict" in vars(opt) or kind.state_dict is not Optimizer.state_dict:
             continue
-        is_loaded = type(opt).load_state_dict is not Optimizer.load_state_dict  # torch's makes a new state
-        for name, inner in vars(opt).items():
-            is_shared = isinstance(inner, Optimizer) and inner.state is opt.state and is_loaded
-            if isinstance(inner, Optimizer) and not is_shared and inner not in opts:
-                found.append(f"{type(opt).__name__}.{name}")
+        parts = {name: x for name, x in vars(opt).items() if isinstance(x, Optimizer) and x not in opts}
+        # A state that both share is saved. When it is loaded, torch's method gives the outer one alone a new state.
+        is_parted = kind.load_state_dict is Optimizer.load_state_dict
+        found += [f"{kind.__name__}.{name}" for name, x in parts.items() if is_parted or x.state is not opt.state]
     return found
 
 

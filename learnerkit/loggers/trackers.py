@@ -115,7 +115,7 @@ def _has_row(folder: str, step: int) -> bool:
 class _Service(Tracker):
     """A tracker whose run stays open between fits; one that the user has opened is used, and not closed.
 
-    What is here of configs and files is as Weights & Biases has it, and Trackio after its example.
+    Configs and files are written by the functions of Weights & Biases, which Trackio has, too.
 
     Args:
         every, plots, config, log_model, log_files: as in `Tracker`.

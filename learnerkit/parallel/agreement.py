@@ -341,7 +341,7 @@ class RankDispatch(Dispatch):
                 if event == "after_backward" and distributed.world_size() > 1:
                     all_skip = self.agreement.left_batch.finish_after_backward()
                     if not (all_skip or self.agreement.learn.step_due):
-                        raise CancelBatchException(agreed=True) from None  # as on the ranks that have come to its end
+                        raise CancelBatchException(agreed=True) from None  # as GradientAccumulation does
                 raise
             return
         if (shards := self.agreement.learn.shards) is not None:

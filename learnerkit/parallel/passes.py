@@ -133,7 +133,7 @@ class Passes:
         for p in self.params:
             grad = None if self.averaged.get(p) is p.grad else p.grad
             if grad is not None and not factor:
-                # It may be the gradient of an empty mean, NaN. Samples that count nothing have one of 0.
+                # It may be the gradient of an empty mean, NaN. The gradient of samples that count nothing is 0.
                 grad = p.grad = torch.zeros_like(grad) if self.step.learn.batch_size else None
             if grad is None:
                 kinds.append(_NONE)

@@ -285,9 +285,12 @@ class RankStep:
 
     def is_open(self) -> bool:
         """Tell whether this rank has skipped a part of the batch for which other ranks may wait."""
-        skips = "after_backward" in self.dispatch.stopped or not self.dispatch.has_passed("after_backward")
-        is_left = self.stepped is None if self.learn.step_due else skips
-        return is_left or not self.reduced or "after_step" in self.dispatch.stopped
+        dispatch = self.dispatch
+        if self.learn.step_due:
+            is_left = self.stepped is None
+        else:
+            is_left = "after_backward" in dispatch.stopped or not dispatch.has_passed("after_backward")
+        return is_left or not self.reduced or "after_step" in dispatch.stopped
 
     def note_optimizer_step(self, *_: Any) -> None:
         """Record that this rank's optimizer has stepped."""
