@@ -117,10 +117,11 @@ def unsaved_inside(opts: Iterable[Optimizer]) -> list[str]:
         kind = type(opt)
         if "state_dict" in vars(opt) or kind.state_dict is not Optimizer.state_dict:
             continue
-        parts = {name: x for name, x in vars(opt).items() if isinstance(x, Optimizer) and x not in opts}
         # A state that both share is saved. When it is loaded, torch's method gives the outer one alone a new state.
         is_parted = kind.load_state_dict is Optimizer.load_state_dict
-        found += [f"{kind.__name__}.{name}" for name, x in parts.items() if is_parted or x.state is not opt.state]
+        for name, x in vars(opt).items():
+            if isinstance(x, Optimizer) and x not in opts and (is_parted or x.state is not opt.state):
+                found.append(f"{kind.__name__}.{name}")
     return found
 
 
