@@ -1,7 +1,8 @@
 """The gradient of a step of several batches: the mean over everything that they count, and its norm."""
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -122,6 +123,19 @@ def zero_loss(output: object) -> Tensor:
     """Return a loss of 0 that depends on all of the model's output, with zero gradients."""
     # This is the sum of no elements, as 0 times a number that overflows float16 would be NaN.
     return sum((t.flatten()[:0].sum() for t in tensors_in(output) if t.requires_grad), torch.zeros(()))
+
+
+@contextmanager
+def gradients_aside(params: Collection[Tensor]) -> Iterator[None]:
+    """Return a context in which some parameters begin without gradients; theirs come back at its end."""
+    aside = [p.grad for p in params]
+    for p in params:
+        p.grad = None
+    try:
+        yield
+    finally:
+        for p, grad in zip(params, aside, strict=True):
+            p.grad = grad
 
 
 def scale_gradients(params: Iterable[Tensor], factor: float | Tensor) -> None:

@@ -114,6 +114,12 @@ check_reduced = DistributedDataParallel._check_reducer_finalized
 """A check that raises RuntimeError if DDP has not averaged the gradients of the last backward pass."""
 
 
+def build_buckets(ddp: DistributedDataParallel) -> None:
+    """Let DDP divide the gradients in the order of its parameters; it would do so after a first pass, by arrival."""
+    ddp.reducer._push_all_rebuilt_params()
+    ddp.reducer._rebuild_buckets()
+
+
 def call_after_backward(call: Callable[[], Any]) -> None:
     """Let the autograd engine call this at the end of the running backward pass."""
     torch.autograd.Variable._execution_engine.queue_callback(call)

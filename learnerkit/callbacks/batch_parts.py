@@ -15,7 +15,7 @@ from learnerkit.data.batches import Rows, in_float32, with_rows
 from learnerkit.data.cuts import cut_rows, even_spans, row_counts
 from learnerkit.distributed import seeds
 from learnerkit.explain import is_out_of_memory
-from learnerkit.gradient_mean import GradientMean, host_count, scale_each
+from learnerkit.gradient_mean import GradientMean, gradients_aside, host_count, scale_each
 from learnerkit.losses import loss_parts, loss_sums, output_of, pass_kept, take_loss, wants_loss, weighting_of
 from learnerkit.processes.rank_main import forget_frames
 from learnerkit.text import in_units
@@ -320,18 +320,13 @@ class Batches:
     def _passes(self) -> Iterator[dict[Tensor, Tensor]]:
         """Return a context for passes over the parts; yields a dict that has the gradients at its end."""
         learn, gradients = self.learn, dict[Tensor, Tensor]()
-        params = self._trained()
-        before, batch = [p.grad for p in params], learn.batch
+        params, batch = self._trained(), learn.batch
         try:
-            with pass_kept(learn), hooks_left_out(params):
-                for p in params:
-                    p.grad = None
+            with pass_kept(learn), hooks_left_out(params), gradients_aside(params):
                 yield gradients
                 gradients.update((p, p.grad) for p in params if p.grad is not None)
         finally:
             learn.batch = batch
-            for p, grad in zip(params, before, strict=True):
-                p.grad = grad
 
     def _enter(self, part: "Part") -> None:
         """Run the model on a part."""

@@ -1,16 +1,16 @@
 """The averaging after the backward passes, for the first batch and for gradients that DDP cannot average."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
 from learnerkit.marks import collective
-from learnerkit.torch_internals import remove_hooks
+from learnerkit.torch_internals import hooks_left_out, remove_hooks
 
 if TYPE_CHECKING:
-    from learnerkit.parallel.rank_step import RankStep
+    from learnerkit.parallel.rank_step import Overlapped, RankStep
 
 
 class Deferred:
@@ -60,7 +60,13 @@ class Deferred:
         learn.loss_grad = loss  # an optimizer's closure returns the unweighted loss, as on one process
         step.reduced = True
         if learn.step_due:
-            step.average_rest(self.own)
+            with hooks_left_out(heard):  # they have had these gradients
+                cast("Deferred | Overlapped", learn._gradient).finish()
+
+    @collective
+    def finish(self) -> None:
+        """Average the gradients of a step that is due, and complete the step."""
+        self.step.average_rest(self.own)
 
     def _first(self, pieces: list[Tensor]) -> tuple[list[str], list[str]]:
         params, reached = self.step.params, set(pieces)

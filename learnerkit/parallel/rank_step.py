@@ -10,7 +10,14 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from learnerkit import distributed
-from learnerkit.gradient_mean import GradientMean, StepGradient, counts_something, host_count, scale_gradients
+from learnerkit.gradient_mean import (
+    GradientMean,
+    StepGradient,
+    counts_something,
+    gradients_aside,
+    host_count,
+    scale_gradients,
+)
 from learnerkit.host_scalars import HostCopy
 from learnerkit.losses import output_of, weighting_of
 from learnerkit.marks import collective
@@ -18,7 +25,7 @@ from learnerkit.parallel.agreement import AFTER_BATCH, BACKWARD, NEXT_BATCH, STE
 from learnerkit.parallel.passes import Passes
 from learnerkit.state import Learner
 from learnerkit.text import first_few
-from learnerkit.torch_internals import check_reduced, nodes_of
+from learnerkit.torch_internals import build_buckets, check_reduced, nodes_of
 from learnerkit.utils import synced_norms
 from learnerkit.values import tensors_in
 
@@ -225,7 +232,7 @@ class RankStep:
 
     @collective
     def mean_vector(self) -> Tensor:
-        """Return the mean of the ranks' vectors, rounded as by DDP: a resumed run averages its first batch here."""
+        """Return the mean of the ranks' vectors, rounded as by DDP."""
         vector = self.vector().to(self.precision)
         distributed.mean_into([vector], among="gradients")
         return vector
@@ -351,14 +358,17 @@ class Overlapped:
         self.step, self.mean = step, step.mean
         self._give_up = give_up
         self._carrier: nn.Parameter | None = None  # its gradient is the vector, which then needs no collective
-        device, params = step.learn.dls.device, list(step.params.values())
+        device, params = step.learn.dls.device, list(step.params.values())[::-1]  # about in the order of a pass
         held = nn.Identity()  # returns the loss that it is called with
         if comm_hook is None:  # a hook would round the vector
             self._carrier = nn.Parameter(torch.zeros(_SLOTS, dtype=step.precision, device=device))
-            params.append(self._carrier)
+            params.insert(0, self._carrier)
         held.params = nn.ParameterList(params)
         group = distributed.group("gradients", device.type)
-        self.ddp = DistributedDataParallel(held, **{"process_group": group, "init_sync": False} | options)
+        with gradients_aside(params):  # with views of buckets, DDP would round the mean of present ones in another way
+            self.ddp = DistributedDataParallel(held, **{"process_group": group, "init_sync": False} | options)
+            # The order in which gloo adds the numbers of three ranks or more depends on their places in the buckets.
+            build_buckets(self.ddp)
         if comm_hook == "powersgd":
             state = powerSGD_hook.PowerSGDState(group, start_powerSGD_iter=10)
             self.ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
@@ -369,20 +379,39 @@ class Overlapped:
     def backward(self) -> None:
         """Compute the gradients of the weighted loss; those of a batch that counts nothing are zeros."""
         step, learn = self.step, self.step.learn
-        carrier = self._carrier
         if step.is_changed():
             self._give_up().backward()
             return
         something = step.weigh()
         passes = step.makes_pass(something)
-        if not learn.step_due:
-            if passes:
-                learn._backward()
-            step.reduced = True
+        if learn.step_due:
+            self._last_pass([learn.loss_grad] * passes, counts=something)
             return
-        silent = [] if something else list(step.params.values())  # DDP waits for all of them
-        roots = self.ddp([learn.loss_grad] * passes + silent)
-        gradients = [None] * passes + [torch.zeros_like(root) for root in silent]
+        if passes:
+            learn._backward()
+        step.reduced = True
+
+    @collective
+    def finish(self) -> None:
+        """Average the gradients of the first batch, whose backward pass is over, and complete the step."""
+        if self.ddp.static_graph:  # DDP records its first pass, which must be that of a loss
+            self.step.average_rest(own=False)
+        else:
+            self._last_pass([], counts=False)
+
+    @collective
+    def _last_pass(self, losses: list[Tensor], counts: bool) -> None:
+        """Run the last backward pass of a step, in which DDP averages the gradients, and complete the step.
+
+        Args:
+            losses: the weighted loss, if there is a pass of it.
+            counts: that pass reaches all parameters. Otherwise zeros are added to their gradients, as DDP waits for
+                all of them.
+        """
+        step, carrier = self.step, self._carrier
+        silent = [] if counts else list(step.params.values())
+        roots = self.ddp(losses + silent)
+        gradients = [None] * len(losses) + [root.new_zeros(()).expand_as(root) for root in silent]
         if carrier is not None:
             # The carrier is a root of the backward pass with a given gradient, so it needs no further operations.
             roots.append(carrier)

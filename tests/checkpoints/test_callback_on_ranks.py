@@ -77,6 +77,28 @@ def test_batches_in_parts_give_the_same_bits(tmp_path):
     assert different(weights(whole.model), weights(again.model)) == []
 
 
+class NoisyGradients(Callback):
+    """Adds random numbers to the gradients, by a hook on each parameter."""
+
+    def before_fit(self):
+        self._hooks = [p.register_hook(lambda grad: grad + torch.randn_like(grad)) for p in self.model.parameters()]
+
+    def cleanup_fit(self):
+        for hook in self._hooks:
+            hook.remove()
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
+def test_sums_over_three_ranks_give_the_same_bits(tmp_path, views):
+    dls = lambda: DataLoaders.from_datasets(make_data(48), bs=4, device="cpu")  # noqa: E731
+    options = {"gradient_as_bucket_view": views}
+    whole = fit(tmp_path / "whole", dls, NoisyGradients(), **options)
+    folder = only(tmp_path / "whole", "fit0-epoch0-step4", tmp_path / "again")
+    again = fit(folder, dls, NoisyGradients(), **options)
+    assert different(weights(whole.model), weights(again.model)) == []
+
+
 class Sums(Callback):
     """Adds up what its rank trains on, and says nothing of a state."""
 
