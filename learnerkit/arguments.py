@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from inspect import isroutine, signature
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 from torch import Tensor, nn
@@ -30,7 +30,8 @@ def check_count(name: str, value: Any, what: str = "a whole number", least: int 
     """Refuse a value that is not a whole number of at least `least`; `what` describes it."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         given = describe(value) if isinstance(value, Tensor) else reprlib.repr(value)
-        raise ValueError(f"got {name}={given}; it is {what}, {least} or more")
+        hint = f": write int({name})" if isinstance(value, Integral) and int(value) >= least else ""  # as numpy's
+        raise ValueError(f"got {name}={given}; it is {what}, {least} or more{hint}")
 
 
 def check_number(name: str, value: Any, is_allowed: Callable[[Any], bool], what: str) -> None:

@@ -214,7 +214,7 @@ class Learner(RunState):
             output of a model that computes its own loss. 'samples' says that such a loss is a mean over samples, and
             any other str is the name of an entry of the output that has the count. For a model that returns a dict of
             losses, give a dict with one of these for each.
-        default_cbs: start with `TrainEvalCallback`, `Recorder` and `ProgressCallback`.
+        default_cbs: start with `TrainEvalCallback`, `Recorder` and `ProgressCallback`, except those among `cbs`.
 
     Raises:
         TypeError, ValueError: an invalid argument; the message says what is allowed.
@@ -323,8 +323,12 @@ class Learner(RunState):
         self.shards = self._agreement = self._workers = None
         self._lock = PlainLock()  # held while a run begins, and during a prediction
         self._thread: int | None = None  # the thread in which a run goes on
-        self.add_cbs([TrainEvalCallback(), Recorder(), ProgressCallback()] if default_cbs else [])
-        self.add_cbs([*dls.cbs, *listify(cbs)])
+        given = [*dls.cbs, *listify(cbs)]
+        kinds = {cb if isinstance(cb, type) else type(cb) for cb in given}
+        # A Recorder with other options, for example, is in place of the default.
+        defaults = (TrainEvalCallback, Recorder, ProgressCallback) if default_cbs else ()
+        self.add_cbs([kind() for kind in defaults if kind not in kinds])
+        self.add_cbs(given)
         arguments.check_loss(self)
         with replaced(self, _dispatch=Dispatch(self.cbs, fitting=True)):
             self._dispatch.fire(Event.after_create)
@@ -1396,7 +1400,7 @@ class Learner(RunState):
 
         In a batch a value has the weight of the batch's loss in `train_loss`, which is its number of samples, or of
         what `loss_weight` counts. So parts of a loss that is a mean add up to it, and several ranks give what one
-        process gives.
+        process gives. What is logged before an epoch is in its row; there is a warning if its row is already written.
 
         Args:
             name: the name of the column.

@@ -361,7 +361,8 @@ class LossWeight:
         self.alone = bool(by_position) and all(p.default is not p.empty for p in by_position[1:])
         self._count: Callable | None = None
         if callable(loss_weight):
-            self._takes = _arguments_by_position(loss_weight)
+            least, most = self._takes = _arguments_by_position(loss_weight)
+            self._takes_pred = least > 0 and most == math.inf  # f(pred, *targets)
         if loss_weight is None and not self.sums and is_cross_entropy(loss_func):
             ignored = loss_option(loss_func, "ignore_index", -100)  # the default of torch
             self._count = partial(_count_classes, loss_option(loss_func, "weight"), ignored)
@@ -404,7 +405,7 @@ class LossWeight:
                 f"targets: let it take these {n}, or what the model returns and these {n}"
                 " (errors.html#loss-weight)"
             )
-        return not least <= n <= most
+        return self._takes_pred or not least <= n <= most
 
     def count(self, yb: tuple, batch_size: int, pred: Any = None, output: Any = None) -> int | Tensor:
         """Return the number of items in the mean of a batch's loss: a 0-dim tensor if they are counted, on every rank.

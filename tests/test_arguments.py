@@ -4,6 +4,7 @@ import re
 from inspect import getdoc, signature
 from types import FunctionType, SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from helpers import make_data, make_dls, make_learner, make_model
@@ -43,6 +44,7 @@ def test_every_message_names_what_was_got():
         (lambda: Learner(make_dls(), make_model(), opt_func=7), "7"),
         (lambda: make_learner(cbs=7), "7"),
         (lambda: make_learner().fit("two"), "'two'"),
+        (lambda: make_learner().fit(np.int64(1)), "n_epoch=np.int64(1); it is a whole number, 0 or more: write int("),
         (lambda: make_learner().fit(1, start_epoch=-3), "-3"),
         (lambda: make_learner().save("a/../b"), "'a/../b'"),
         (lambda: make_learner().get_preds(on="rank1"), "'rank1'"),

@@ -384,6 +384,8 @@ def test_a_learner_that_makes_the_loss_itself_is_not_asked():
         (lambda a, b: a, 2, "y"),
         (lambda out, a, b: out, 2, "out"),
         (lambda *yb: yb[0], 1, "y"),
+        (lambda out, *yb: out, 1, "out"),
+        (lambda out, *yb: out, 2, "out"),
         (lambda a, pad=0: a, 1, "y"),
         (lambda out, y, pad=0: out, 1, "out"),
         (partial(lambda out, y, pad: out, pad=0), 1, "out"),

@@ -370,6 +370,8 @@ class Recorder(Callback):
         self.train_metrics, self.valid_metrics = train_metrics, valid_metrics
         self.history: list[PastFit] = []
         self.lr_find_curve: tuple[list[float], list[float], dict[str, float]] | None = None
+        self.logged: dict[str, WeighedScalars] = {}
+        self._written: tuple[int, int] | None = None  # the fit and the epoch of the last row at the end of an epoch
         self._start()
 
     def _start(self) -> None:
@@ -381,7 +383,6 @@ class Recorder(Callback):
         self._table: list[dict[str, Any]] = []  # the rows by column
         self.final_record: list[float] = []
         self.metric_names: list[str] = []
-        self.logged: dict[str, WeighedScalars] = {}
         self._has_valid_loss = True  # False once the model makes none
         self._train_meters: list[Meter] = []
         self._valid_meters: list[Meter] = []
@@ -435,6 +436,12 @@ class Recorder(Callback):
             raise ValueError(f"log_metric({name!r}) got {describe(value)}; it takes one number")
         if isinstance(value, Tensor):
             value = value.detach().clone().reshape(())  # a copy: it is read later, when the tensor may have changed
+        if self._written == (self.learn.n_fits, self.learn.epoch):
+            distributed.warn_once(
+                f"log_metric({name!r}) came after the row of the epoch was written, and is in no row: call it before "
+                f"after_fit, and in after_epoch from a callback with an order below {self.order}"
+            )
+            return
         if name not in self.logged:
             if name in (*self._names(), "epoch", "time"):
                 raise ValueError(f"log_metric got {name!r}, which is a column already; choose another name")
@@ -445,6 +452,8 @@ class Recorder(Callback):
         if self.values or self.lrs:
             kept = ("metric_names", "values", "losses", "step_losses", "lrs", "iters", "hps", "final_record", "log")
             self.history.append(PastFit(**{name: getattr(self, name) for name in kept}))
+        if self._in_epoch:
+            self.logged = {}  # of an epoch that was cut short; callbacks may have logged for this fit already
         self._start()
         metrics = self.learn.metrics
         # Copies in training, because validation needs the metrics' states for itself.
@@ -475,7 +484,6 @@ class Recorder(Callback):
         self._start_time = time.perf_counter()
         meters = self._train_meters, self._valid_meters
         self._train, self._valid = (Evaluation(m, self.learn) for m in meters)
-        self.logged = {}
         self._first_batch = len(self.lrs)
         self._last_opt = self.learn.opts[-1]
 
@@ -499,6 +507,8 @@ class Recorder(Callback):
                 values += self._columns([self._valid.mean_loss(), *self._valid.metrics()])
             logged = self._logged_means()
         self._write(self.learn.epoch, values, logged)
+        self._written = self.learn.n_fits, self.learn.epoch
+        self.logged = {}
         self._start_epoch()
 
     @collective

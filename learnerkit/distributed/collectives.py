@@ -121,7 +121,7 @@ def _has_peers(what: str, waits: bool = True) -> bool:
     if world_size() == 1:
         return False
     if refused := _refused_in.get():
-        raise _refusal(refused, f"distributed.{what}")
+        raise _refusal(refused, what if "." in what else f"distributed.{what}")
     join(what=f"distributed.{what}")
     if waits and (call := _before_collective.get()) is not None:
         call()
@@ -376,15 +376,15 @@ def same_everywhere(x: object) -> bool:
 
 
 @collective
-def rank0_first(f: Callable[..., T] | None = None, *args: Any, per_node: bool = False) -> T | Callable:
-    """Call `f(*args)` on rank 0, and only then on the others: `rank0_first(download, url)`; or `@rank0_first()`.
+def rank0_first(f: Callable[..., T] | None = None, *args: Any, per_node: bool = False, **kwargs: Any) -> T | Callable:
+    """Call `f` on rank 0, and only then on the others: `rank0_first(download, url)`; or `@rank0_first()`.
 
     The others wait as long as rank 0 needs. Every rank must reach this. If `f` fails on rank 0 it is not tried on
     the others.
 
     Args:
         f: the function; without it a decorator is returned, so that each call of the function goes rank 0 first.
-        args: its arguments.
+        args, kwargs: its arguments.
         per_node: let the first rank of each machine go first, for files that machines do not share.
 
     Returns:
@@ -398,12 +398,12 @@ def rank0_first(f: Callable[..., T] | None = None, *args: Any, per_node: bool = 
             lambda *args, **kwargs: rank0_first(functools.partial(func, **kwargs), *args, per_node=per_node)
         )
     if not _has_peers("rank0_first"):
-        return f(*args)
+        return f(*args, **kwargs)
     node = os.environ.get("GROUP_RANK") or socket.gethostname() if per_node else ""
     key = f"learnerkit/rank0_first/{count_call('rank0_first')}/{node}"
     if (local_rank() if per_node else rank()) == 0:
         try:
-            result = f(*args)
+            result = f(*args, **kwargs)
         except BaseException as e:
             store().set(key, f"{type(e).__name__}: {e}")
             raise
@@ -414,7 +414,7 @@ def rank0_first(f: Callable[..., T] | None = None, *args: Any, per_node: bool = 
     failure = store().get(key).decode()
     if failure:
         raise RuntimeError(f"rank 0 failed in rank0_first({getattr(f, '__name__', f)}): {failure}")
-    return f(*args)
+    return f(*args, **kwargs)
 
 
 def on_rank0(f: Callable[P, T]) -> Callable[P, T | None]:

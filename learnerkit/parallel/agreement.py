@@ -37,6 +37,7 @@ from learnerkit.processes.rank_main import end_at_once
 from learnerkit.processes.requests import END, INTERRUPT, SAVE, Request
 from learnerkit.state import Learner
 from learnerkit.text import in_one_line
+from learnerkit.utils import replaced
 
 LEAVING = (KeyboardInterrupt, CancelFitException, CancelEpochException, CancelValidException, CancelTrainException)
 """The exceptions that ranks raise together, the strongest first; if ranks have several, the strongest is raised."""
@@ -77,6 +78,8 @@ class Agreement:
         self.votes = 0
         self.event = "before_fit"  # the last event that has begun
         self.left_batch: Any = None  # this rank's `LeftBatch`, with its `RankStep`, once it trains
+        self.some_stay = False  # some rank had no reason to leave in the last vote
+        self.leaves: BaseException | None = None  # raised in place of the next collective, as on the other ranks
         self.alone_from = math.inf
 
     @contextmanager
@@ -220,13 +223,18 @@ class Agreement:
         where = where or f"a collective in {self.event}"
         if learn._dispatch is not None:
             where += f" ({learn.task})"
+        step = self.left_batch and self.left_batch.step
         # Numbers take one collective, where objects take two: their lengths, and then they themselves.
-        own = torch.tensor([*self.flags(), learn.train_iter, crc32(where.encode())], dtype=torch.float64)
+        counters = learn.train_iter, step.number if step else 0
+        own = torch.tensor([*self.flags(), *counters, crc32(where.encode())], dtype=torch.float64)
         with distributed.before_collective(None):
             everyone = torch.stack(distributed.all_gather(own, among="votes"))
-            *flags, train_iter, place = everyone.amax(0).tolist()
-            # A rank that has left a batch early has not counted it; the counter must not stay behind the others'.
+            *flags, train_iter, number, place = everyone.amax(0).tolist()
+            self.some_stay = bool((everyone[:, : len(TOLD)].amax(1) == 0).any())
+            # A rank that has left a batch or the training early has not counted it; its counters must not stay behind.
             learn.train_iter = int(train_iter)
+            if step:
+                step.number = int(number)
             self.obey(flags)
             if (everyone[:, -1] == place).all():
                 return
@@ -236,6 +244,8 @@ class Agreement:
 
     @collective
     def _before_collective(self) -> None:
+        if self.leaves is not None:
+            raise self.leaves
         # A rank that has left an event by a cancel goes straight to the vote after it, so the other ranks must vote
         # here, too. In a training batch, the rank takes part in the collective instead.
         if not (self.learn.training and self.event in INNER_EVENTS):
@@ -348,14 +358,20 @@ class RankDispatch(Dispatch):
             shards.free()
         with self.agreement.keeping():
             self._call(event, self.table[event])
-        self.agreement.vote(f"the end of {event}")
+        try:
+            self.agreement.vote(f"the end of {event}")
+        except LEAVING as error:
+            if self.agreement.some_stay:  # they have run these hooks, up to their first collective
+                with replaced(self.agreement, leaves=error):
+                    self.resume(event)
+            raise
         shards = self.agreement.learn.shards
         if event == "before_validate" and shards is not None:
             shards.begin_votes()  # outside the event, which a rank may leave before the others begin
 
     def has_passed(self, event: str) -> bool:
         """Tell whether an event of this batch has begun."""
-        return _PLACES[event] <= self._place
+        return _PLACES.get(event, -1) <= self._place
 
     def resume(self, event: str) -> bool:
         """Run the hooks of an event that are left after the one that stopped it, or fire the event if it has not begun.

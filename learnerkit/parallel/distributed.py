@@ -297,7 +297,7 @@ class DistributedCallback(Callback):
     def _send_buffers(self) -> None:
         """Send rank 0's buffers to every rank."""
         if self._averager is not None:
-            distributed.broadcast_into(list(self._averager.model.buffers()))
+            distributed.broadcast_into(list(self.learn.model.buffers()))
 
     after_train = _send_buffers
 

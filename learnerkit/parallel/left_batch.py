@@ -121,10 +121,14 @@ class LeftBatch(Callback):
     def finish_after_backward(self) -> bool:
         """Run the hooks of `after_backward` that this rank has skipped, unless all skip them; tell whether all do."""
         step = self.step
-        if step.all_skip(max(step.point, BACKWARD) + 1):
-            return True
-        step.dispatch.resume("after_backward")  # another rank waits in such a hook, or has passed them
-        return False
+        if not step.hooks_skipped:
+            next_point = max(step.point, BACKWARD) + 1
+            step.hooks_skipped = step.all_skip(next_point)
+            if step.hooks_skipped:
+                step.point = next_point
+            else:
+                step.dispatch.resume("after_backward")  # another rank waits in such a hook, or has passed them
+        return step.hooks_skipped
 
     @collective
     def step_unless_all_skip(self, clears: bool = True) -> None:
@@ -136,7 +140,8 @@ class LeftBatch(Callback):
         step, dispatch = self.step, self.step.dispatch
         if step.stepped is not None:
             return
-        all_skip = self.finish_after_backward()
+        # A rank that has skipped these hooks by a CancelBackwardException takes the step all the same.
+        all_skip = self.finish_after_backward() and step.all_skip(step.point + 1)
         if not all_skip:
             dispatch.resume("before_step")  # clipping, for example, must run as on the other ranks
             step.point = STEP - 1

@@ -317,6 +317,7 @@ class RankStreamLoader(RankLoader):
         if rank_step.mean.begun:  # a step of several batches is still to be taken
             self.is_last = True
             yield self._given(Share(0, 0, 0), self._place_of(step))
+            rank_step.number += 1  # a rank that leaves this batch need not wait for this one, as in `count_ranks`
         self.share, self._ended = None, False
         self._left = piece.batch is not None
         if self.source is not None:

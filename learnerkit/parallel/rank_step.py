@@ -57,6 +57,7 @@ class RankStep:
         number: grows with each batch, the same on every rank, once this rank has skipped nothing more of the last
             batch.
         point: the last point before the optimizer step that this rank has reached, as the other ranks may ask.
+        hooks_skipped: all ranks have skipped the rest of the hooks of `after_backward`.
         reduced: this rank has taken part in the reduction of the batch's gradients.
         stepped: the optimizer has stepped after the batch; False: all ranks skip the step; `None`: neither so far.
         clears: a rank has cleared the gradients of the last step, which all have skipped: so do the others.
@@ -76,7 +77,7 @@ class RankStep:
         self.passes = Passes(self, watches=False)
         self.sends: nn.Module | None = None
         self.kept = self.reduced = self.waits = self.clears = False
-        self.point = 0
+        self.point, self.hooks_skipped = 0, False
         self.joined = ExitStack()
         self.agree: Callable[[], None] = lambda: None
         self.stepped: bool | None = None
@@ -137,7 +138,7 @@ class RankStep:
         """Begin a batch, or the training, with new points for which other ranks may wait."""
         self.dispatch.begin()
         self.reduced, self.stepped = False, None
-        self.point = 0
+        self.point, self.hooks_skipped = 0, False
         self.number += 1
         if self.passes.watches:
             self.passes.close()

@@ -452,6 +452,34 @@ def test_nothing_is_logged_outside_a_fit():
     assert learn.recorder.metric_names == names
 
 
+@pytest.mark.parametrize("order", [0, 70])
+def test_what_is_logged_before_an_epoch_is_in_its_row(order):
+    log = {
+        "before_fit": lambda cb: cb.learn.log_metric("of the fit", 7),
+        "before_epoch": lambda cb: cb.learn.log_metric("of the epoch", cb.epoch),
+    }
+    learn = learner((), cbs=Callback(**log, order=order))
+    for _ in range(2):
+        learn.fit(2)
+        first, second = learn.recorder.values
+        assert (first[2:], second[2:]) == ([7, 0], [1])
+
+
+@pytest.mark.parametrize(("event", "order"), [("after_epoch", 60), ("after_fit", 0)])
+def test_what_is_logged_after_the_row_is_told_and_in_no_other_row(event, order):
+    learn = learner((), cbs=Callback(**{event: lambda cb: cb.learn.log_metric(event, 1)}, order=order))
+    with pytest.warns(UserWarning, match=rf"log_metric\('{event}'\) came after the row .* with an order below 50"):
+        learn.fit(2)
+    assert [len(row) for row in learn.recorder.values] == [2, 2]
+
+
+def test_a_recorder_of_ones_own_is_in_place_of_the_default():
+    learn = learner((mae,), cbs=Recorder(train_metrics=True))
+    learn.fit(1)
+    assert [cb for cb in learn.cbs if isinstance(cb, Recorder)] == [learn.recorder]
+    assert learn.recorder.metric_names[1:3] == ["train_loss", "train_mae"]
+
+
 # History and plot
 
 

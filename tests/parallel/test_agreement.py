@@ -17,7 +17,7 @@ from helpers import mostly_slow, mostly_soak, step_gradient
 from launching import SCRIPTS, environment, in_time
 from one_rank import Do, throw
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import learnerkit
 from learnerkit import (
@@ -679,6 +679,72 @@ def test_a_rank_that_cancels_in_after_backward_comes_to_the_collectives_there():
         error, took = fit(learn)
         assert error is None, error
         check_after(learn, took=took)
+
+
+@on_ranks
+def test_a_rank_that_cancels_in_after_backward_takes_its_step_beside_others_that_leave_the_batch():
+    for more in ([], [Callback(before_step=meet_now)], [Do("before_step", throw(CancelStepException()))]):
+        leave = Do("after_loss", throw(CancelBatchException()), tuple(range(LAST)))
+        learn = make_learner([leave, Do("after_backward", throw(CancelBackwardException())), *more])
+        error, took = fit(learn)
+        assert error is None, error
+        check_after(learn, took=took)
+
+
+class Rows(IterableDataset):
+    """The rows of a dataset, of which nobody knows the number."""
+
+    def __iter__(self):
+        return iter(make_data(32))
+
+
+@on_ranks
+@kinds(CancelEpochException, slow=[CancelFitException])
+def test_a_rank_that_leaves_the_last_step_of_a_stream_keeps_no_other_rank_waiting(kind):
+    for uneven in ("join", "stop"):
+        accumulate = GradientAccumulation(n_batches=3)  # the last of five steps has no batch
+        learn = make_learner([Do("after_step", throw(exception(kind)()), (0,), order=12, at=4), accumulate])
+        learn.dls = DataLoaders(DataLoader(Rows(), 8))
+        error, took = fit(learn, uneven=uneven)
+        assert (error, learn.do.done) == (None, RANK == 0)
+        check_after(learn, took=took)
+
+
+@on_ranks
+@kinds(CancelTrainException, CancelEpochException)
+def test_a_rank_that_leaves_before_the_others_have_begun_to_train_trains_the_next_epoch_with_them(kind):
+    def skip(cb):
+        if cb.training and cb.epoch == 1 and cb.iter == 1 and RANK == 0:
+            raise CancelBatchException
+
+    learn = make_learner([Do("before_train", throw(exception(kind)())), Callback(before_backward=skip)], norm=True)
+    error, took = fit(learn)
+    assert error is None, error
+    check_after(learn, took=took)
+
+
+@on_ranks
+@kinds(CancelFitException, CancelEpochException)
+@pytest.mark.parametrize("event", mostly_slow(["after_train", "before_epoch", "after_epoch"], "after_train"))
+def test_hooks_that_other_ranks_have_called_are_called_where_a_cancel_has_stopped_them(kind, event):
+    def change(cb):
+        with torch.no_grad():
+            cb.model[0].bias.add_(1)
+
+    changes = [Callback(**{event: change}, order=order) for order in (5, 15)]
+    for between in ([], [Callback(**{event: meet_now}, order=10)]):
+        learn = make_learner([Do(event, throw(exception(kind)())), *changes, *between])
+        error, took = fit(learn)
+        assert error is None, error
+        check_after(learn, took=took)
+
+
+@on_ranks
+def test_hooks_that_a_cancel_has_stopped_on_all_ranks_are_not_called():
+    calls = []
+    leave = Do("after_train", throw(CancelFitException()), tuple(range(N)))
+    error, _ = fit(make_learner([leave, Callback(after_train=lambda cb: calls.append(cb.epoch), order=5)]))
+    assert (error, calls) == (None, [])
 
 
 @on_ranks
