@@ -136,14 +136,6 @@ def owners(module: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Paramete
                 yield f"{prefix}.{name}" if prefix else name, owner, name, p
 
 
-def put_parameter(owner: nn.Module, name: str, p: nn.Parameter) -> None:
-    """Set a parameter of a module, by its own `__setattr__` if it has one: RNNs keep a list of their parameters."""
-    if type(owner).__setattr__ is nn.Module.__setattr__:
-        owner._parameters[name] = p
-    else:
-        setattr(owner, name, p)
-
-
 def own_class(module: nn.Module) -> type:
     """Return the class of a module, even while it is sharded and torch has put a class in front of it."""
     is_divided = hasattr(module, "unshard") and hasattr(module, "reshard")

@@ -603,15 +603,14 @@ _FOLDERS = tuple(module.__path__[0] + os.sep for module in (dist, torch.autograd
 _DDP = DistributedDataParallel.forward.__code__.co_filename
 
 
-def waits_for_ranks(frame: FrameType | None, own: Collection[CodeType], depth: int = 4) -> bool:
+def waits_for_ranks(frame: FrameType | None, own: Collection[CodeType]) -> bool:
     """Tell whether a thread is in a collective, in a backward pass, which contains one, or reads what comes of it.
 
     Args:
         frame: the thread's innermost frame.
         own: the code of this package's functions that wait for other ranks.
-        depth: the number of frames to check.
     """
-    for _ in range(depth):
+    for _ in range(4):
         if frame is None:
             return False
         code = frame.f_code

@@ -305,7 +305,7 @@ class Batches:
             whole = {"batch": cut_rows(batch, dim, start, stop)} if is_cut else {}
             return Part(stop - start, {"xb": xb, "yb": yb, "batch_size": stop - start} | whole)
 
-        return [part(start, stop) for start, stop in even_spans(self.rows, min(parts, self.rows), 1) if start < stop]
+        return [part(start, stop) for start, stop in even_spans(self.rows, min(parts, self.rows), 1)]
 
     def _between(self, start: int, stop: int) -> tuple[Any, Any]:
         """Return the samples of inputs and targets from `start` to `stop`."""
@@ -643,12 +643,12 @@ def _dim_of_rows(column: Sequence[Tensor], parts: list[Part], dim: Any, several:
 # Errors
 
 
-def _largest(learn: "Learner", n: int = 3) -> str:
+def _largest(learn: "Learner") -> str:
     """Name the largest tensors that are alive."""
     names: dict[Tensor, str] = {p: name for name, p in unwrap(learn.model).named_parameters()}
     names |= {p.grad: f"the gradient of {name}" for name, p in learn.model.named_parameters() if p.grad is not None}
     plain = [x for x in gc.get_objects() if type(x) in (Tensor, nn.Parameter)]  # Subclasses may have no memory.
     alive = [t for t in plain if t.layout is torch.strided]
     places = {t.untyped_storage().data_ptr(): t for t in sorted(alive, key=lambda t: t in names)}
-    first = sorted(places.values(), key=lambda t: -t.untyped_storage().nbytes())[:n]
+    first = sorted(places.values(), key=lambda t: -t.untyped_storage().nbytes())[:3]
     return ", ".join(f"{names.get(t, describe(t))} {in_units(t.untyped_storage().nbytes())}" for t in first)

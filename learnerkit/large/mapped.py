@@ -19,7 +19,7 @@ from torch.nn.modules import module as nn_module
 from torch.nn.parameter import is_lazy
 
 from learnerkit import distributed
-from learnerkit.shards import owners, put_parameter
+from learnerkit.shards import owners
 from learnerkit.text import first_few
 
 
@@ -121,7 +121,7 @@ class Mapped:
                     new[p] = nn.Parameter(value, p.requires_grad)
                 else:
                     p.data, new[p] = value, p
-            put_parameter(owner, attribute, new.get(p, p))
+            setattr(owner, attribute, new.get(p, p))
             self.release([new.get(p, p)])
 
 

@@ -14,7 +14,7 @@ from torch.optim import Adam
 
 from learnerkit import distributed, optim
 from learnerkit.marks import collective
-from learnerkit.shards import gathered, is_shard, local, owners, put_parameter, rows_of
+from learnerkit.shards import gathered, is_shard, local, owners, rows_of
 from learnerkit.text import first_few, in_units
 from learnerkit.torch_internals import (
     forget_forward_passes,
@@ -179,7 +179,7 @@ class Shards:
         self._n_voting = min(self._n_voting, 1)  # evaluations inside another one have ended with it
         self.end_votes()
         for _, owner, name, p in self._divided:
-            put_parameter(owner, name, p)
+            setattr(owner, name, p)
 
     def reset(self) -> None:
         """Forget a pass of this rank that an error has ended, and free what it has gathered."""
@@ -210,7 +210,7 @@ class Shards:
             old.requires_grad_(p.requires_grad)
             old.grad = None if p.grad is None else whole(p.grad).to(self.device)
         for _, owner, name, p in self.places:
-            put_parameter(owner, name, p)
+            setattr(owner, name, p)
         for opt in list(self._taken):
             self._leave(opt)
             for state in opt.state.values():
@@ -229,12 +229,12 @@ class Shards:
         for _, owner, name, p in self._divided:
             if is_shard(p):
                 made = nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="meta"), p.requires_grad)
-                put_parameter(owner, name, empty.setdefault(p, made))
+                setattr(owner, name, empty.setdefault(p, made))
         self._fully_shard()
         new = {p: old[name] for name, p in self.named.items()}
         rows = {p: nn.Parameter(self._of_rows(other), other.requires_grad) for p, other in new.items() if is_shard(p)}
         for _, owner, name, p in self._divided:
-            put_parameter(owner, name, rows.get(p, p))
+            setattr(owner, name, rows.get(p, p))
         self._note_parameters()
         exchanged: dict[Tensor, Tensor] = {old[name]: p for name, p in self.named.items() if p is not old[name]}
         self.pairs = [(first, cast(nn.Parameter, exchanged[p])) for first, p in self.pairs]

@@ -218,9 +218,9 @@ def numbers_in(column: "Series") -> np.ndarray:
     Raises:
         ValueError: values that are no numbers.
     """
-    from pandas.api.types import is_any_real_numeric_dtype, is_bool_dtype
+    from pandas.api.types import is_any_real_numeric_dtype
 
-    if not is_any_real_numeric_dtype(column.dtype) and not is_bool_dtype(column.dtype):
+    if not is_any_real_numeric_dtype(column.dtype):
         others = [x for x in column.dropna().tolist() if not isinstance(x, bool | int | float | np.number)]
         if others:
             raise ValueError(
