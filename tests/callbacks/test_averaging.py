@@ -327,6 +327,16 @@ def test_a_frozen_module_stays_frozen_and_its_buffers_are_its_own():
     assert (target[1].running_mean == 7).all()
 
 
+def test_a_parameter_that_is_in_both_modules_is_trained_as_without():
+    model, plain = make_model(), make_learner()
+    target = deepcopy(model)
+    target[0].weight = model[0].weight
+    make_learner(model=model, cbs=EMA(0.5, module=target)).fit(1)
+    plain.fit(1)
+    assert same_weights(model, plain.model)
+    assert target[0].weight is model[0].weight
+
+
 def test_a_module_in_low_precision_gets_an_average_of_float32():
     model, target = make_model(), make_model().bfloat16()
     ema = EMA(0.999, module=target)
@@ -485,6 +495,15 @@ def test_layers_in_eval_mode_keep_their_statistics():
     before = weights(model[1])
     learner(SWA(0), model=model).fit(2)
     assert torch.equal(model[1].running_mean, before["running_mean"])
+
+
+def test_swa_leaves_buffers_that_are_no_statistics_as_they_are():
+    model = norm_model()
+    model.register_buffer("position_ids", torch.arange(4).expand(2, -1))  # nothing can be written to it
+    model.register_buffer("n_steps", torch.tensor(0))
+    learner(SWA(1), Callback(after_step=lambda cb: model.n_steps.add_(1)), model=model).fit(3)
+    assert model.n_steps == 18
+    assert torch.equal(model.position_ids, torch.arange(4).expand(2, -1))
 
 
 # Several ranks

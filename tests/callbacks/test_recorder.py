@@ -309,6 +309,15 @@ def test_a_cancelled_batch_counts_for_nothing():
     assert learn.recorder.iters == [1]
 
 
+def test_metrics_leave_out_a_batch_that_was_cancelled_before_its_prediction():
+    cancel = raising("before_batch", CancelBatchException, lambda cb: not cb.training)
+    learn = learner(dls=make_dls(valid=8), cbs=cancel)
+    learn.fit(1)
+    x, y = make_data(8, seed=1)[4:]
+    pred = learn.model(x)
+    assert learn.recorder.final_record[1:] == pytest.approx([F.mse_loss(pred, y).item(), mae(pred, y).item()])
+
+
 def test_a_cut_epoch_has_a_row_of_what_was_seen():
     learn = learner(cbs=raising("before_batch", CancelTrainException, lambda cb: cb.iter == 1))
     learn.fit(2)

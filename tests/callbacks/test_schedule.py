@@ -650,6 +650,15 @@ def test_a_torch_scheduler_can_watch_a_column():
     assert learn.recorder.lrs == pytest.approx([1.0, 1.0, 0.1, 0.1, 0.01, 0.001])
 
 
+def test_a_torch_scheduler_waits_for_a_row_with_its_column():
+    log = Callback(after_train=lambda cb: cb.epoch % 2 == 0 and cb.learn.log_metric("mine", 1.0))
+    log.logs = ("mine",)
+    make = TorchScheduler(lambda opt: lr_scheduler.ReduceLROnPlateau(opt, patience=0, factor=0.1), "epoch", "mine")
+    learn = learner(batches=1)
+    learn.fit(5, 1.0, cbs=[log, make])
+    assert learn.recorder.lrs == pytest.approx([1.0, 1.0, 1.0, 0.1, 0.1])
+
+
 @pytest.mark.parametrize("error", [None, ValueError])
 def test_a_torch_scheduler_leaves_nothing_behind(error):
     learn = learner()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers import raises
 
-from learnerkit.tabular.columns import Categories, Numbers
+from learnerkit.tabular.columns import Categories, Numbers, read_numbers
 from learnerkit.tabular.data import TabularData
 
 pd = pytest.importorskip("pandas")
@@ -101,6 +101,11 @@ def test_json_brings_every_bit_back_and_rows_come_back_from_tensors(seed):
     assert same_tensors(data.encode(series), [t[1:2] for t in encoded])
     assert same_tensors(data.encode({**mapping, "area": None}), data.encode({**mapping, "area": float("inf")}))
     json.loads(data.to_json(), parse_constant=pytest.fail)
+
+
+def test_loaders_have_the_batch_size_that_was_given():
+    dls = TabularData.from_df(table(), "price", CATS, CONTS).dataloaders(bs=6, device="cpu")
+    assert [len(target) for *_, target in dls.train] == [6] * 8
 
 
 def joined(text):
@@ -359,6 +364,7 @@ def test_what_cannot_be_is_refused():
         ("no row of the training part has 'sold' = 'maybe'",): {
             "frame": frame.assign(sold=["maybe", *frame["sold"][1:]]), "valid": [0],
         },
+        ("no column 'sold'; the frame has town, rooms",): {"valid": frame.drop(columns="sold")},
         ("got valid=1.5", "a share between 0 and 1"): {"valid": 1.5},
         ("got valid=[60]",): {"valid": [60]},
         ("a mask of the 60 rows",): {"valid": [True, False]},
@@ -460,3 +466,13 @@ def test_numbers_whose_squares_are_zero_or_infinite_are_standardised(size):
     values, missing = Numbers.of(column).encode(column)
     assert values == pytest.approx((np.arange(6) - 2.5) / np.arange(6).std())
     assert not missing.any()
+
+
+def test_numbers_beside_text_are_read():
+    column = pd.Series([1.5, "n/a", " 2.5 ", 4, True, None], dtype=object)
+    assert read_numbers(column) == pytest.approx([1.5, np.nan, 2.5, 4, np.nan, np.nan], nan_ok=True)
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+def test_a_prediction_for_whole_numbers_need_not_be_finite(number):
+    assert Numbers.of(pd.Series([1, 2, 4])).decode(number) == pytest.approx(number, nan_ok=True)
