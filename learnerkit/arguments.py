@@ -30,7 +30,8 @@ def check_count(name: str, value: Any, what: str = "a whole number", least: int 
     """Refuse a value that is not a whole number of at least `least`; `what` describes it."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         given = describe(value) if isinstance(value, Tensor) else reprlib.repr(value)
-        hint = f": write int({name})" if isinstance(value, Integral) and int(value) >= least else ""  # as numpy's
+        is_other = isinstance(value, Integral) and not isinstance(value, int)  # as numpy's
+        hint = f": write int({name})" if is_other and int(value) >= least else ""
         raise ValueError(f"got {name}={given}; it is {what}, {least} or more{hint}")
 
 

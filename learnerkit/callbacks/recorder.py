@@ -454,6 +454,7 @@ class Recorder(Callback):
             self.history.append(PastFit(**{name: getattr(self, name) for name in kept}))
         if self._in_epoch:
             self.logged = {}  # of an epoch that was cut short; callbacks may have logged for this fit already
+        self._written = None
         self._start()
         metrics = self.learn.metrics
         # Copies in training, because validation needs the metrics' states for itself.
@@ -477,6 +478,8 @@ class Recorder(Callback):
         return ["train_loss", *train, *(valid if self.learn.dls.valid is not None else [])]
 
     def before_epoch(self) -> None:
+        if self._in_epoch:
+            self.logged = {}  # the last epoch was cancelled before its row
         self._start_epoch()
         self._in_epoch = True
 
@@ -552,6 +555,7 @@ class Recorder(Callback):
         # The fit may have been cancelled during an epoch, at different events on the ranks.
         if distributed.reduce(int(self._in_epoch), "max") if self.learn.n_ranks > 1 else self._in_epoch:
             self._train_loss()
+        self.logged = {}
 
     @collective
     def _train_loss(self) -> float:

@@ -394,6 +394,8 @@ def rank0_first(f: Callable[..., T] | None = None, *args: Any, per_node: bool = 
         RuntimeError: on the waiting ranks, if `f` failed on the first one.
     """
     if f is None:
+        if kwargs:
+            raise TypeError(f"rank0_first got {', '.join(kwargs)}; as a decorator it takes per_node alone")
         return lambda func: functools.wraps(func)(
             lambda *args, **kwargs: rank0_first(functools.partial(func, **kwargs), *args, per_node=per_node)
         )

@@ -356,13 +356,17 @@ class RankDispatch(Dispatch):
             return
         if (shards := self.agreement.learn.shards) is not None:
             shards.free()
-        with self.agreement.keeping():
+        agreement = self.agreement
+        self.stopped.pop(event, None)  # of an earlier epoch
+        with agreement.keeping():
             self._call(event, self.table[event])
         try:
-            self.agreement.vote(f"the end of {event}")
+            agreement.vote(f"the end of {event}")
         except LEAVING as error:
-            if self.agreement.some_stay:  # they have run these hooks, up to their first collective
-                with replaced(self.agreement, leaves=error):
+            # The others have run these hooks, up to their first collective. A sharded model in a hook would wait for
+            # them. A cancel in a hook is dropped, as this event has had its vote.
+            if agreement.some_stay and shards is None:
+                with replaced(agreement, leaves=error, pending=agreement.pending):
                     self.resume(event)
             raise
         shards = self.agreement.learn.shards

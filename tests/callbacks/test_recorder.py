@@ -482,6 +482,31 @@ def test_what_is_logged_after_the_row_is_told_and_in_no_other_row(event, order):
     assert [len(row) for row in learn.recorder.values] == [2, 2]
 
 
+@pytest.mark.parametrize(
+    ("event", "error", "epochs"),
+    [
+        ("after_batch", ValueError, 1),
+        ("after_batch", CancelFitException, 1),
+        ("after_epoch", CancelEpochException, 2),
+    ],
+)
+def test_what_was_logged_before_a_cancel_is_in_no_later_row(event, error, epochs):
+    def log(cb):
+        first = not done
+        cb.learn.log_metric("x", 100 if first else 1)
+        done.append(True)
+        if first:
+            raise error
+
+    done = []
+    learn = learner((), cbs=Callback(**{event: log}))
+    with contextlib.suppress(ValueError):
+        learn.fit(epochs)
+    if epochs == 1:
+        learn.fit(1)
+    assert learn.recorder.values[-1][2:] == [1]
+
+
 def test_a_recorder_of_ones_own_is_in_place_of_the_default():
     learn = learner((mae,), cbs=Recorder(train_metrics=True))
     learn.fit(1)

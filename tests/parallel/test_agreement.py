@@ -740,6 +740,32 @@ def test_hooks_that_other_ranks_have_called_are_called_where_a_cancel_has_stoppe
 
 
 @on_ranks
+def test_a_second_cancel_at_an_event_changes_nothing():
+    heard = []
+    hear = Callback(after_cancel_fit=lambda cb: heard.append("cancelled"), after_fit=lambda cb: heard.append("ended"))
+    for kind, event in [(CancelFitException, "after_epoch"), (CancelTrainException, "after_train")]:
+        heard.clear()
+        learn = make_learner([Do(event, throw(kind())), Do(event, throw(kind()), order=5), hear])
+        error, took = fit(learn)
+        assert error is None, error
+        assert heard == (["cancelled"] if kind is CancelFitException else []) + ["ended"]
+        check_after(learn, took=took)
+
+
+@on_ranks
+def test_hooks_are_not_called_for_the_cancel_of_an_earlier_epoch():
+    calls = []
+
+    def leave(cb):
+        if cb.epoch == 0 or (cb.epoch == 1 and RANK == LAST):
+            raise CancelEpochException
+
+    hear = Callback(before_epoch=lambda cb: calls.append(cb.epoch), order=5)
+    error, _ = fit(make_learner([Callback(before_epoch=leave), hear]), 3)
+    assert (error, calls) == (None, [1, 2])
+
+
+@on_ranks
 def test_hooks_that_a_cancel_has_stopped_on_all_ranks_are_not_called():
     calls = []
     leave = Do("after_train", throw(CancelFitException()), tuple(range(N)))
