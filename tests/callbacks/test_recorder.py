@@ -484,11 +484,7 @@ def test_what_is_logged_after_the_row_is_told_and_in_no_other_row(event, order):
 
 @pytest.mark.parametrize(
     ("event", "error", "epochs"),
-    [
-        ("after_batch", ValueError, 1),
-        ("after_batch", CancelFitException, 1),
-        ("after_epoch", CancelEpochException, 2),
-    ],
+    [("after_batch", ValueError, 1), ("after_batch", CancelFitException, 1), ("after_epoch", CancelEpochException, 2)],
 )
 def test_what_was_logged_before_a_cancel_is_in_no_later_row(event, error, epochs):
     def log(cb):
