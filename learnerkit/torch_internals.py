@@ -115,7 +115,7 @@ check_reduced = DistributedDataParallel._check_reducer_finalized
 
 
 def build_buckets(ddp: DistributedDataParallel) -> None:
-    """Let DDP divide the gradients in the order of its parameters; it would do so after a first pass, by arrival."""
+    """Have DDP divide its parameters into buckets now, in their order, rather than after its first pass."""
     ddp.reducer._push_all_rebuilt_params()
     ddp.reducer._rebuild_buckets()
 

@@ -91,6 +91,9 @@ def test_an_unknown_operation_is_named():
 
 def test_rank0_first_and_on_rank0_are_functions_and_decorators():
     assert rank0_first(max, 1, 2) == 2
+    assert rank0_first(sorted, [1, 2], reverse=True) == [2, 1]
+    with pytest.raises(TypeError, match="rank0_first got pernode; as a decorator it takes per_node alone"):
+        rank0_first(pernode=True)
 
     @rank0_first()
     def f(a, b=1):

@@ -354,9 +354,9 @@ class RankDispatch(Dispatch):
                         raise CancelBatchException(agreed=True) from None  # as GradientAccumulation does
                 raise
             return
-        if (shards := self.agreement.learn.shards) is not None:
-            shards.free()
         agreement = self.agreement
+        if (shards := agreement.learn.shards) is not None:
+            shards.free()
         self.stopped.pop(event, None)  # of an earlier epoch
         with agreement.keeping():
             self._call(event, self.table[event])
@@ -369,7 +369,7 @@ class RankDispatch(Dispatch):
                 with replaced(agreement, leaves=error, pending=agreement.pending):
                     self.resume(event)
             raise
-        shards = self.agreement.learn.shards
+        shards = agreement.learn.shards
         if event == "before_validate" and shards is not None:
             shards.begin_votes()  # outside the event, which a rank may leave before the others begin
 

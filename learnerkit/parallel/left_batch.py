@@ -89,10 +89,10 @@ class LeftBatch(Callback):
     def finish_backward(self) -> None:
         """Take part in the reduction of the gradients without data, if this rank has skipped its backward pass."""
         learn, step = self.learn, self.step
-        dispatch = self.step.dispatch
         if step.reduced:
             return
-        dispatch.resume("before_batch")  # schedules, for example, must run: the step is taken here, too
+        step.dispatch.resume("before_batch")  # schedules, for example, must run: the step is taken here, too
+        way = cast(StepGradient, learn._gradient)
         vars(learn).pop("_forward", None)
         with pass_kept(learn):
             learn.batch_size = 0
@@ -104,7 +104,7 @@ class LeftBatch(Callback):
                 learn._forward()
                 learn._loss()
             elif output_of(learn) is None and (learn.shards is not None or synced_norms(learn.model)):
-                if getattr(learn._gradient, "is_inside", False):
+                if getattr(way, "is_inside", False):
                     raise RuntimeError(
                         f"a cancel in the middle of the model's forward pass on rank {distributed.rank()}, where the "
                         "other ranks wait for it to gather the next unit of the sharded model: raise it in an event of "
@@ -115,7 +115,7 @@ class LeftBatch(Callback):
                 step.joined.enter_context(joined)
                 with suppress(CancelException):  # a hook of the model raises it again
                     learn._forward()
-            cast(StepGradient, learn._gradient).backward()
+            way.backward()
 
     @collective
     def finish_after_backward(self) -> bool:

@@ -359,14 +359,15 @@ class Overlapped:
         self.step, self.mean = step, step.mean
         self._give_up = give_up
         self._carrier: nn.Parameter | None = None  # its gradient is the vector, which then needs no collective
-        device, params = step.learn.dls.device, list(step.params.values())[::-1]  # about in the order of a pass
+        device, params = step.learn.dls.device, list(step.params.values())[::-1]  # the usual order of their gradients
         held = nn.Identity()  # returns the loss that it is called with
         if comm_hook is None:  # a hook would round the vector
             self._carrier = nn.Parameter(torch.zeros(_SLOTS, dtype=step.precision, device=device))
             params.insert(0, self._carrier)
         held.params = nn.ParameterList(params)
         group = distributed.group("gradients", device.type)
-        with gradients_aside(params):  # with views of buckets, DDP would round the mean of present ones in another way
+        # With views of buckets, DDP would divide gradients that are there in another way than those of later batches.
+        with gradients_aside(params):
             self.ddp = DistributedDataParallel(held, **{"process_group": group, "init_sync": False} | options)
             # The order in which gloo adds the numbers of three ranks or more depends on their places in the buckets.
             build_buckets(self.ddp)
