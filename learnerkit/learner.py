@@ -214,7 +214,8 @@ class Learner(RunState):
             output of a model that computes its own loss. 'samples' says that such a loss is a mean over samples, and
             any other str is the name of an entry of the output that has the count. For a model that returns a dict of
             losses, give a dict with one of these for each.
-        default_cbs: start with `TrainEvalCallback`, `Recorder` and `ProgressCallback`, except those among `cbs`.
+        default_cbs: start with `TrainEvalCallback`, `Recorder` and `ProgressCallback`, except those among `cbs`,
+            as such or as subclasses.
 
     Raises:
         TypeError, ValueError: an invalid argument; the message says what is allowed.
@@ -324,10 +325,10 @@ class Learner(RunState):
         self._lock = PlainLock()  # held while a run begins, and during a prediction
         self._thread: int | None = None  # the thread in which a run goes on
         given = [*dls.cbs, *listify(cbs)]
-        kinds = {cb if isinstance(cb, type) else type(cb) for cb in given}
-        # A Recorder with other options, for example, is in place of the default.
+        kinds = [cb if isinstance(cb, type) else type(cb) for cb in given]
+        # A Recorder with other options, or a subclass, is in place of the default.
         defaults = (TrainEvalCallback, Recorder, ProgressCallback) if default_cbs else ()
-        self.add_cbs([kind() for kind in defaults if kind not in kinds])
+        self.add_cbs([kind() for kind in defaults if not any(issubclass(own, kind) for own in kinds)])
         self.add_cbs(given)
         arguments.check_loss(self)
         with replaced(self, _dispatch=Dispatch(self.cbs, fitting=True)):

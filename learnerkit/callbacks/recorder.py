@@ -359,6 +359,7 @@ class Recorder(Callback):
         ValueError: `beta` below 0, or not below 1.
     """
 
+    name = "recorder"  # a subclass is `learn.recorder`, too
     order = 50
     only_fit = True
 

@@ -503,8 +503,13 @@ def test_what_was_logged_before_a_cancel_is_in_no_later_row(event, error, epochs
     assert learn.recorder.values[-1][2:] == [1]
 
 
-def test_a_recorder_of_ones_own_is_in_place_of_the_default():
-    learn = learner((mae,), cbs=Recorder(train_metrics=True))
+class OwnRecorder(Recorder):
+    """A recorder that adds nothing."""
+
+
+@pytest.mark.parametrize("kind", [Recorder, OwnRecorder])
+def test_a_recorder_of_ones_own_is_in_place_of_the_default(kind):
+    learn = learner((mae,), cbs=kind(train_metrics=True))
     learn.fit(1)
     assert [cb for cb in learn.cbs if isinstance(cb, Recorder)] == [learn.recorder]
     assert learn.recorder.metric_names[1:3] == ["train_loss", "train_mae"]
