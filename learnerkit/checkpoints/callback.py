@@ -614,7 +614,7 @@ def _read_state(saved: Checkpoint, learn: Any, now: State) -> State:
     more = {
         "counters": now["counters"] | {"n_epoch": None, "n_steps": None},
         "opt": {},
-        "config": {"fit": {}, "optimizer": [""]},
+        "config": {"fit": {}, "optimizer": [""], "groups": [{} for opt in learn.opts for _ in opt.param_groups]},
         "order": [""],
         "position": None,
     }
