@@ -77,6 +77,7 @@ class Agreement:
         self.request = Request()
         self.votes = 0
         self.event = "before_fit"  # the last event that has begun
+        self.phase = ""  # 'training' or 'evaluation'; before the first pass over the data empty
         self.left_batch: Any = None  # this rank's `LeftBatch`, with its `RankStep`, once it trains
         self.some_stay = False  # some rank had no reason to leave in the last vote
         self.leaves: BaseException | None = None  # raised in place of the next collective, as on the other ranks
@@ -158,7 +159,7 @@ class Agreement:
                 return
         mark(
             error, rank=self.watch.rank, event=known.event or f"the loop, after {self.event}",
-            phase=self.watch.heartbeat.read()["phase"], epoch=self.learn.epoch, step=max(self.learn.iter, 0),
+            phase=self.phase, epoch=self.learn.epoch, step=max(self.learn.iter, 0),
             cause=in_one_line(error),
         )  # fmt: skip
         self.watch.fail(ending_of(error))
@@ -327,8 +328,10 @@ class RankDispatch(Dispatch):
 
     def phase(self, training: bool) -> None:
         """Change to training or to evaluation, and write it to the heartbeat."""
-        # Before the first pass over the data it is only the default.
-        self.agreement.watch.heartbeat.phase(0 if self.agreement.event == "before_fit" else 1 + training)
+        agreement = self.agreement
+        if agreement.event != "before_fit":  # before the first pass over the data it is only the default
+            agreement.phase = "training" if training else "evaluation"
+            agreement.watch.heartbeat.phase(1 + training)
         super().phase(training)
 
     def _resolve(self) -> dict[str, list]:
