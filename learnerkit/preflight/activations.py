@@ -10,6 +10,7 @@ from learnerkit.inspection.summary import bytes_beside, counting_kept
 from learnerkit.inspection.undoing import predict, trial
 from learnerkit.marks import collective
 from learnerkit.parallel import will_shard
+from learnerkit.preflight.prediction import Seen
 from learnerkit.preflight.report import OK, Finding
 from learnerkit.state import Learner
 from learnerkit.text import in_units
@@ -21,25 +22,25 @@ _RUNS = 4
 
 
 @collective
-def judge_activations(learn: "Learner", batch: Any) -> list[Finding]:
+def judge_activations(learn: "Learner", seen: Seen | None) -> list[Finding]:
     """Measure on a training batch what ActivationCheckpointing saves and costs, or what a sharded model keeps.
 
     It waits for the device. Every rank of a sharded model must reach this.
 
     Args:
         learn: the learner.
-        batch: this rank's batch; `None`: it has no data.
+        seen: this rank's batch; `None`: it has no data.
     """
     cb = next((cb for cb in learn.cbs if isinstance(cb, ActivationCheckpointing)), None)
     if cb is None and will_shard(learn):
-        return [Finding(OK, f"a batch keeps {in_units(_kept(learn, batch))} for its backward pass")]
-    if cb is None or batch is None:
+        return [Finding(OK, f"a batch keeps {in_units(_kept(learn, seen))} for its backward pass")]
+    if cb is None or seen is None:
         return []
     with cb.recomputed(learn.model):
-        kept, seconds = _measured(learn, batch)
+        kept, seconds = _measured(learn, seen.batch)
     text = f"{in_units(kept)} are kept for the backward pass"
     try:
-        whole, least = _measured(learn, batch)
+        whole, least = _measured(learn, seen.batch)
     except torch.OutOfMemoryError:
         return [Finding(OK, f"{text}; all of them are more than the device holds")]
     longer = max(0.0, seconds / least - 1)
@@ -47,16 +48,16 @@ def judge_activations(learn: "Learner", batch: Any) -> list[Finding]:
 
 
 @collective
-def _kept(learn: "Learner", batch: Any) -> int:
+def _kept(learn: "Learner", seen: Seen | None) -> int:
     """Return the bytes that a batch keeps; the forward pass of each rank gathers what it needs."""
     model = unwrap(learn.model)
     shards = learn.shards
     size = 0
     if shards is not None:
         shards.begin_votes()
-    if batch is not None:
+    if seen is not None:
         with trial(learn, model.train()), counting_kept(learn) as kept:
-            predict(learn, batch)
+            predict(learn, seen.batch)
             size = bytes_beside(model, kept)  # Gathered parameters are the model's own.
     if shards is not None:
         shards.help()

@@ -30,7 +30,7 @@ from learnerkit.preflight.report import HINT, NOTHING, OK, WRONG, Finding, Repor
 from learnerkit.shards import gathered
 from learnerkit.state import Learner
 from learnerkit.text import first_few, in_one_line
-from learnerkit.utils import overrides, unwrap
+from learnerkit.utils import host_copy, overrides, unwrap
 from learnerkit.values import describe, map_batch, tensors_in
 
 
@@ -61,7 +61,7 @@ def check(learn: "Learner", memory: str | int | None = None) -> bool:
             if step.seen is not None and not step.found["memory"]:
                 step.found["memory"] += judge_memory(learn, step.seen, memory)
             step.stage = "activations"
-            step.found[step.stage] += judge_activations(learn, step.batch)
+            step.found[step.stage] += judge_activations(learn, step.seen)
     except Exception as e:
         step.failed(e, unwrap(learn.model))
     everyone = distributed.all_gather(step.found) if sharded else [step.found]  # every rank must reach this
@@ -76,6 +76,9 @@ TOPICS = (
     "validation", "metrics", "callbacks", "other ranks",
 )  # fmt: skip
 """The topics, in the order of the report."""
+
+Named = list[tuple[str, nn.Parameter]]
+"""Parameters with their names."""
 
 _ALWAYS = {*TOPICS[:6], "validation"}  # the topics that every check should reach
 _NOT_REACHED = [Finding(NOTHING, "not reached")]
@@ -117,8 +120,8 @@ class StepCheck(Callback):
         stage: the topic of an error that is raised now.
         first: a callback that sees the gradients before others may drop them.
         rates: the learning rates before a schedule or a callback changes them, as `_rates` returns them.
-        batch: the training batch of this rank; `None` until the model has seen it, and of a rank without data.
-        seen: the same batch, with its inputs and targets as the model has got them.
+        seen: the training batch of this rank, with its inputs and targets as the model has got them; `None` until then,
+            and of a rank without data.
     """
 
     order = 1000  # after all others, to see what they have changed
@@ -132,10 +135,10 @@ class StepCheck(Callback):
         self.first = Callback(order=-1000, before_fit=self._note_rates, after_backward=self._note_gradients)
         self.rates: dict[Tensor, float] = {}
         self._made: set[str] = set()  # names of the parameters that get gradients from the backward pass
-        self._named: list[tuple[str, nn.Parameter]] = []
-        self._before: dict[str, Tensor] | None = None  # the parameters that the step should change
+        self._named: Named = []
+        # The parameters that the step should change, each with its name and a copy.
+        self._before: list[tuple[str, nn.Parameter, Tensor]] | None = None
         self._xb: Any = None
-        self.batch: Any = None
         self.seen: Seen | None = None
         self._running_model = False
         self._norm_hooks = ExitStack()
@@ -177,16 +180,16 @@ class StepCheck(Callback):
         if not learn.batch_size:  # a rank without data
             return
         targets = judge_targets(learn.loss_func, learn.pred, learn.yb)
-        wrong = [f._replace(text=f"targets: {f.text}") for f in targets if f.mark == WRONG]
+        wrong = [finding for finding in targets if finding.mark == WRONG]
         if learn.training:
-            self.batch, self.seen = learn.batch, Seen(learn.batch, learn.xb, learn.yb)
+            self.seen = Seen(learn.batch, learn.xb, learn.yb)
             self.found["inputs"] += judge_inputs(self._xb, unwrap(learn.model), ran=True)
             self.found["prediction"] += judge_prediction(learn.loss_func, learn.pred)
             self.found["targets"] += targets
             # What torch's own losses refuse is what they get; the predictions were judged.
             self.stage = "targets" if learn.loss_func is not None and losses.is_of_torch(learn.loss_func) else "loss"
         else:
-            self.found["validation"] += wrong
+            self.found["validation"] += [f._replace(text=f"targets: {f.text}") for f in wrong]
         if wrong:  # On CUDA, computing the loss could make the device unusable for this process.
             raise CancelFitException if learn.training else CancelValidException
 
@@ -208,14 +211,12 @@ class StepCheck(Callback):
         self._judge_gradients()
         # Copies on the host, so that the device's memory holds what it would without.
         moving = _should_move(self._named, self.learn.opts, self.rates)
-        self._before = {name: gathered(p.detach()).to("cpu", copy=True) for name, p in moving}
+        self._before = [(name, p, host_copy(gathered(p.detach()))) for name, p in moving]
 
     @collective
     def after_step(self) -> None:
         if self._before is not None:  # the step was not cancelled
-            now = dict(self._named)
-            after = {name: gathered(now[name].detach()).cpu() for name in self._before}
-            stuck = [name for name, before in self._before.items() if torch.equal(after[name], before)]
+            stuck = [name for name, p, before in self._before if torch.equal(gathered(p.detach()).cpu(), before)]
             self.found["optimizer"] += judge_optimizer(self._named, stuck, self.learn.opts)
         self.found["memory"] += judge_shards(self.learn, self._memory)
 
@@ -242,12 +243,13 @@ class StepCheck(Callback):
         absent = learn._loss_weighting.absent
         if learn.training or not learn.batch_size or (learn.loss is None and not absent):
             return
-        value = math.nan if absent else float(learn.loss)
-        finding = Finding(
-            OK, "no loss, as the model makes its own in training alone" if absent else f"loss {value:.4g}"
-        )
-        if not (absent or math.isfinite(value)):
+        value = 0.0 if absent else float(learn.loss)
+        if not math.isfinite(value):
             finding = Finding(WRONG, f"loss {value}, which is not a finite number", "look at the model in eval mode")
+        elif absent:
+            finding = Finding(OK, "no loss, as the model makes its own in training alone")
+        else:
+            finding = Finding(OK, f"loss {value:.4g}")
         self.found["validation"].append(finding)
         self.stage = "metrics"
         self.found["metrics"] += judge_metrics(learn)
@@ -345,10 +347,11 @@ def judge_prediction(loss_func: Any, pred: Any) -> list[Finding]:
     if not hint and scores and losses.is_cross_entropy(loss_func):
         if pred.shape[1] == 1:
             hint, advice = "a single class, whose loss is always 0", "for two classes use BCEWithLogitsLoss"
-        elif losses.is_one_of(loss_func, losses.NLL) and not losses.sum_to_one(pred.exp()):
-            hint = "not logarithms of probabilities"
-            advice = "end the model with LogSoftmax(1), or use CrossEntropyLoss"
-        elif not losses.is_one_of(loss_func, losses.NLL) and losses.sum_to_one(pred):
+        elif losses.is_one_of(loss_func, losses.NLL):
+            if not losses.sum_to_one(pred.exp()):
+                hint = "not logarithms of probabilities"
+                advice = "end the model with LogSoftmax(1), or use CrossEntropyLoss"
+        elif losses.sum_to_one(pred):
             hint = "a softmax before CrossEntropyLoss? It takes raw scores and does that itself"
             advice = "leave the softmax out"
     if hint:
@@ -413,9 +416,7 @@ def _rows(rows: slice, size: int, t: Tensor) -> Tensor:
 
 
 @collective
-def judge_gradients(
-    named: list[tuple[str, nn.Parameter]], scaled: bool, own_loop: bool, made: Collection[str] = ()
-) -> list[Finding]:
+def judge_gradients(named: Named, scaled: bool, own_loop: bool, made: Collection[str]) -> list[Finding]:
     """Judge the gradients before the step.
 
     Args:
@@ -425,11 +426,12 @@ def judge_gradients(
         made: names of those that had gradients after the backward pass, before callbacks could drop them.
     """
     trained = [(name, p) for name, p in named if p.requires_grad]
-    dropped = [name for name, p in trained if name in made and (p.grad is None or not bool(_values(p.grad).any()))]
     grads = {name: p.grad for name, p in trained if p.grad is not None}
-    none = [name for name, p in trained if p.grad is None and name not in dropped]
+    all_zero = [name for name, g in grads.items() if not bool(_values(g).any())]
+    dropped = [name for name, _ in trained if name in made and (name in all_zero or name not in grads)]
+    none = [name for name, _ in trained if name not in made and name not in grads]
+    zero = [name for name in all_zero if name not in made]
     broken = [name for name, g in grads.items() if not _is_finite(g)]
-    zero = [name for name, g in grads.items() if name not in dropped and not bool(_values(g).any())]
     findings = []
     if dropped:
         text = f"{first_few(dropped)}: a callback has dropped theirs, so that this step does not train them"
@@ -449,7 +451,7 @@ def judge_gradients(
     return findings or [Finding(OK, counts)]
 
 
-def judge_optimizer(named: list[tuple[str, nn.Parameter]], stuck: list[str], opts: list) -> list[Finding]:
+def judge_optimizer(named: Named, stuck: list[str], opts: list) -> list[Finding]:
     """Judge which of the `named` parameters the optimizers hold; `stuck` ones should have changed in the step."""
     rates = _rates(opts)
     forgotten = [name for name, p in named if p.requires_grad and p not in rates]
@@ -472,9 +474,7 @@ def _rates(opts: list, name: str = "lr") -> dict[Tensor, float]:
 
 
 @collective
-def _should_move(
-    named: list[tuple[str, nn.Parameter]], opts: list, before: Mapping[Tensor, float]
-) -> Iterator[tuple[str, nn.Parameter]]:
+def _should_move(named: Named, opts: list, before: Mapping[Tensor, float]) -> Iterator[tuple[str, nn.Parameter]]:
     """Return the parameters that even the simplest optimizer would change by more than rounding hides.
 
     Parameters whose rate a schedule has set to 0, as a warm-up may, are left out; `before` has the earlier rates.
@@ -537,9 +537,13 @@ def _is_finite(t: Tensor) -> bool:
 @not_collective("batches and predictions are no shards")
 def _not_finite(tensors: list[Tensor], source: str) -> list[Finding]:
     """Return a problem for each tensor with values that are not finite, which come from `source`."""
-    counts = [(_about(t), int((~_values(t).isfinite()).sum()), t.numel()) for t in tensors if not _is_finite(t)]
-    advice = f"look into {source}"
-    return [Finding(WRONG, f"{about}; {n} of {size} values are NaN or infinite", advice) for about, n, size in counts]
+    findings = []
+    for t in tensors:
+        if not _is_finite(t):
+            n = int((~_values(t).isfinite()).sum())
+            text = f"{_about(t)}; {n} of {t.numel()} values are NaN or infinite"
+            findings.append(Finding(WRONG, text, f"look into {source}"))
+    return findings
 
 
 def _looks_like_pixels(t: Tensor) -> bool:
