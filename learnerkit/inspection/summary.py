@@ -63,17 +63,16 @@ class Summary:
     kept: int
 
     def __repr__(self) -> str:
-        names = ["layer", "class", "output", "parameters", "trained"]
-        kinds = [_shortened(x.kind + (f" (x{x.calls})" if x.calls > 1 else ""), 24) for x in self.layers]
-        outputs = [_shortened(x.output or "not called", 26) for x in self.layers]
-        numbers = [f"{x.parameters:,}" for x in self.layers]
-        taken = sum(
-            max(map(len, column)) for column in ([names[1], *kinds], [names[2], *outputs], [names[3], *numbers])
-        )
-        room = WIDTH - taken - len(names[4]) - 2 * 4
-        layers = [_shortened(x.name or "(the model)", room) for x in self.layers]
-        trained = [x.trained for x in self.layers]
-        table = repr(Table(names, zip(layers, kinds, outputs, numbers, trained, strict=True))).split("\n")
+        names, rows = ["class", "output", "parameters", "trained"], list[list[str]]()
+        for x in self.layers:
+            kind = x.kind + (f" (x{x.calls})" if x.calls > 1 else "")
+            output = x.output or "not called"
+            rows.append([_shortened(kind, 24), _shortened(output, 26), f"{x.parameters:,}", x.trained])
+        header = repr(Table(names, rows)).partition("\n")[0]
+        room = WIDTH - len(header) - 2  # for the names of the layers
+        for x, row in zip(self.layers, rows, strict=True):
+            row.insert(0, _shortened(x.name or "(the model)", room))
+        table = repr(Table(["layer", *names], rows)).split("\n")
         rule = "-" * max(map(len, table))
         state = "not known before the first step" if self.state is None else in_units(self.state)
         return "\n".join([
@@ -90,8 +89,7 @@ def summary(learn: "Learner") -> Summary:
     """Do what `Learner.summary` says. It communicates with no other rank."""
     give_shapes(learn)
     model, batch = unwrap(learn.model), first_batch(learn.dls.train)
-    calls = dict[nn.Module, list[Any]]()
-    with trial(learn, model), _watched(model, calls), counting_kept(learn) as kept:
+    with trial(learn, model), _watched(model) as calls, counting_kept(learn) as kept:
         model.eval()
         predict(learn, batch)
         inputs = _shape(learn.xb if len(learn.xb) > 1 else learn.xb[0])
@@ -111,8 +109,9 @@ def summary(learn: "Learner") -> Summary:
 
 
 @contextmanager
-def _watched(model: nn.Module, calls: dict) -> Iterator[None]:
-    """Note the outputs of each module's calls."""
+def _watched(model: nn.Module) -> Iterator[dict[nn.Module, list[str]]]:
+    """Note the shapes that each module's calls put out."""
+    calls = dict[nn.Module, list[str]]()
 
     def begin(module: nn.Module, inputs: Any) -> None:
         calls.setdefault(module, [])  # here, so that a module stands before those inside it
@@ -126,7 +125,7 @@ def _watched(model: nn.Module, calls: dict) -> Iterator[None]:
                 continue  # it takes no hooks
             stack.callback(module.register_forward_pre_hook(begin).remove)
             stack.callback(module.register_forward_hook(end).remove)
-        yield
+        yield calls
 
 
 @contextmanager
@@ -158,13 +157,15 @@ def bytes_beside(model: nn.Module, kept: dict[int, torch.UntypedStorage]) -> int
 
 def _layers(model: nn.Module, calls: dict[nn.Module, list[str]]) -> Iterator[Layer]:
     """Yield the rows in the order of the first calls; modules that were not called follow the one before them."""
-    order, last = list(calls), -1
+    order, place = list(calls), -1
     placed = []
-    for i, (name, module) in enumerate(model.named_modules()):
+    for name, module in model.named_modules():
         own = list(module.parameters(recurse=False))
-        last = order.index(module) if module in calls else last
-        if own or (module in calls and not any(True for _ in module.children())):
-            placed.append((last, i * (module not in calls), name, module, own))
+        is_called = module in calls
+        if is_called:
+            place = order.index(module)
+        if own or (is_called and not list(module.children())):
+            placed.append((place, not is_called, name, module, own))
     seen: set[Tensor] = set()
     for _, _, name, module, own in sorted(placed, key=lambda row: row[:2]):
         new = [p for p in own if p not in seen]

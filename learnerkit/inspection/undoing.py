@@ -233,11 +233,12 @@ def attribute_values(owner: Any) -> list[Any]:
 
 def held_tensors(*owners: Any) -> list[Tensor]:
     """Return the plain tensors of modules (parameters, buffers, attributes), of other objects and of partials."""
-    inner = [unbound(owner) for owner in owners]
-    parts = [part for x, _ in inner for part in (x.modules() if isinstance(x, nn.Module) else [x])]
-    values: list = [t for part in parts if isinstance(part, nn.Module) for t in own_tensors(part)]
-    values += [x for part in parts for x in attribute_values(part)]
-    values += [x for _, keywords in inner for x in keywords.values()]
+    values: list = []
+    for owner in owners:
+        inner, keywords = unbound(owner)
+        values += [*attribute_values(inner), *keywords.values()]
+        for module in inner.modules() if isinstance(inner, nn.Module) else ():
+            values += [*own_tensors(module), *attribute_values(module)]
     return list({id(t): t for t in values if isinstance(t, Tensor) and t.layout is torch.strided}.values())
 
 
