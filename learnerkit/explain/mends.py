@@ -1,7 +1,7 @@
 """The advice for the commonest mistakes, by the error, the failing module and its inputs; '' if there is none."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from inspect import Parameter, signature
 from math import prod
 from types import FrameType
@@ -71,12 +71,13 @@ def of_run(learn: "Learner", error: Exception, text: str) -> str:
             "the loss does not depend on the model's parameters: look for no_grad, detach, .data, .item() or .numpy() "
             "in forward and in the loss"
         )
-    if "through the graph a second time" in text and any(cb.name == "split_batch" for cb in learn.cbs):
+    names = {cb.name for cb in learn.cbs}
+    if "through the graph a second time" in text and "split_batch" in names:
         return (
             "SplitBatch has made the backward pass of the batch already, and the loss depends on tensors that a hook "
             "or the model keeps, of this batch or an earlier one: let the model return them, or detach them"
         )
-    recomputes = any(cb.name == "activation_checkpointing" for cb in learn.cbs)
+    recomputes = "activation_checkpointing" in names
     if recomputes and "utils.checkpoint" in text:
         return (
             "a block computed something else the second time: it depends on more than its inputs, such as a cache; "
@@ -211,7 +212,7 @@ def of_loss(learn: "Learner", frames: list[FrameType], text: str) -> str:
         return f"loss_func is called as f(pred, *targets), here with 1 + {len(yb)} arguments"
     if not isinstance(pred, Tensor) and "be Tensor" in text:
         return "the model returned no tensor: let forward return one, or give a loss_func that takes what it returns"
-    if any(_is_text(y) for y in yb):
+    if any(isinstance(part, str) for part in _parts(yb)):
         return "the targets are text: let the dataset yield the number of each class, classes.index(name)"
     return of_comparison(frames, text)
 
@@ -267,8 +268,11 @@ def _range(t: Tensor) -> tuple[int, int] | None:
     return tuple(int(end) for end in t.aminmax()) if t.is_cpu and t.numel() else None  # type: ignore[return-value]
 
 
-def _is_text(part: Any) -> bool:
-    return isinstance(part, str) or any(_is_text(inner) for _, inner in entries(part))
+def _parts(x: Any) -> Iterator[Any]:
+    """Yield a nested value, and all that is inside it."""
+    yield x
+    for _, inner in entries(x):
+        yield from _parts(inner)
 
 
 def samples_of(frames: list[FrameType]) -> dict[Any, Any]:
@@ -292,8 +296,8 @@ def of_samples(samples: dict[Any, Any], text: str) -> str:
     if match is None:
         return ""
     name = (match[1] or match[2]).rpartition(".")[2]
-    number = next((number for number, sample in samples.items() if _has(sample, name)), None)
-    which = "a sample" if number is None else f"sample {number}"
+    holders = [number for number, sample in samples.items() if any(type(x).__name__ == name for x in _parts(sample))]
+    which = f"sample {holders[0]}" if holders else "a sample"
     if name == "NoneType":
         return f"{which} is None or has None in it: has __getitem__ a `return` in every case?"
     if "PIL" in match[0]:
@@ -302,10 +306,6 @@ def of_samples(samples: dict[Any, Any], text: str) -> str:
         f"{which} has something of the type {name} in it: let the dataset yield tensors, arrays and numbers, or give "
         "the loader a collate_fn"
     )
-
-
-def _has(part: Any, name: str) -> bool:
-    return type(part).__name__ == name or any(_has(inner, name) for _, inner in entries(part))
 
 
 def of_metric(frames: list[FrameType]) -> str:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from learnerkit import arguments, distributed
 from learnerkit.callback import Callback
+from learnerkit.data.batches import on_host
 from learnerkit.data.show import label_steps, panels, pyplot
 from learnerkit.host_scalars import HostScalars
 from learnerkit.state import State
@@ -165,10 +166,10 @@ class ActivationStats(Callback):
     def _chosen(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
         named = {name or "(the model)": module for name, module in model.named_modules()}
         if not self.modules:
-            return [(name, m) for name, m in named.items() if any(True for _ in m.parameters(recurse=False))]
+            return [(name, m) for name, m in named.items() if list(m.parameters(recurse=False))]
         kinds = tuple(x for x in self.modules if isinstance(x, type))
-        chosen = [(n, m) for n, m in named.items() if isinstance(m, kinds) or any(m is x for x in self.modules)]
-        missing = [x for x in self.modules if x not in kinds and not any(x is m for _, m in chosen)]
+        chosen = [(name, m) for name, m in named.items() if isinstance(m, kinds) or m in self.modules]
+        missing = [x for x in self.modules if x not in kinds and x not in named.values()]
         if missing or not chosen:
             kind = first_few(sorted({type(m).__name__ for m in named.values()}))
             raise ValueError(
@@ -213,7 +214,7 @@ class ActivationStats(Callback):
     def cleanup_fit(self) -> None:
         self._hooked = []
         self._values.all()  # a host-device sync: tensors on a device cannot be sent to another process
-        self._counts = [counts.cpu() for counts in self._counts]
+        self._counts = on_host(self._counts)
 
     @property
     def stats(self) -> dict[str, dict[str, list[float]]]:
@@ -223,7 +224,7 @@ class ActivationStats(Callback):
 
     def state_dict(self) -> State:
         """Return the recorded statistics. A host-device sync."""
-        self._counts = [counts.cpu() for counts in self._counts]
+        self._counts = on_host(self._counts)
         counts = torch.stack(self._counts) if self._counts else None
         return {
             "layers": list(self.layers), "steps": list(self.steps), "values": list(self._values.all()),
@@ -287,7 +288,7 @@ class ActivationStats(Callback):
         indices = self._selected(layers)
         if not self.with_hist:
             raise ValueError("there are no histograms: ActivationStats(with_hist=True) records them")
-        counts = torch.stack([counts.cpu() for counts in self._counts]).view(len(self.steps), len(self.layers), -1)
+        counts = torch.stack(on_host(self._counts)).view(len(self.steps), len(self.layers), -1)
         axes = panels("plot_hist", len(indices), height=2.4)
         for ax, i in zip(axes, indices, strict=True):
             extent = (self.steps[0] - 0.5, self.steps[-1] + 0.5, _LOW, _HIGH)

@@ -31,9 +31,7 @@ def decode(loss_func: Any, preds: Any, targets: Any) -> Tensor | None:
             return decodes(preds)
     except ValueError:
         pass
-    if not isinstance(preds, Tensor):
-        return None
-    if not isinstance(targets, Tensor) or targets.is_floating_point():
+    if not isinstance(preds, Tensor) or not isinstance(targets, Tensor) or targets.is_floating_point():
         return None
     if loss_func is None and targets.ndim > 1 and preds.shape[:-1] == targets.shape:  # It is a loss over tokens.
         return preds.argmax(-1).where(targets >= 0, targets)
@@ -195,7 +193,8 @@ class ClassificationInterpretation:
                 "there is no loss for each sample: that needs a loss with an argument `reduction`, as torch's"
             )
         arguments.check_count("k", 1 if k is None else k, "a number of samples")
-        top = self.losses.topk(min(k or len(self.losses), len(self.losses)), largest=largest)
+        n = len(self.losses)
+        top = self.losses.topk(min(k or n, n), largest=largest)
         return top.values, top.indices
 
     def plot_top_losses(self, k: int = 9, largest: bool = True) -> Any:

@@ -91,9 +91,8 @@ def unchanged(learn: "Learner", but: Collection[Callback] = ()) -> Iterator[None
         for part in (*map(source_of, loaders), *samplers):
             # This runs after the part's state is restored: from a state at its end, some would not begin again.
             put_back_attributes(part, stack)
-        for calls in (opts, [put_back], opts):  # Loading gives optimizers other groups and tensors.
-            for call in calls:
-                stack.callback(call)
+        for call in (*opts, put_back, *opts):  # Loading gives optimizers other groups and tensors.
+            stack.callback(call)
         for x in optimizers:
             _put_back_modules(x, stack, keep)  # its attributes, before its state
         # A callback may set the learner's own attributes, in `before_fit` for example.
@@ -169,8 +168,8 @@ def give_shapes(learn: "Learner") -> None:
     """
     move_to_device(learn)
     model, dl = unwrap(learn.model), learn.dls.train
-    lazy = next((name for name, t in (*model.named_parameters(), *model.named_buffers()) if is_lazy(t)), None)
-    if lazy is None:
+    lazy = _without_shape(model)
+    if not lazy:
         return
     advice = "run the model on a batch before the fit: learn.model(x)"
     if hasattr(dl, "__next__"):
@@ -204,12 +203,17 @@ def predict(learn: "Learner", batch: Any) -> None:
 def check_shaped(modules: Iterable[nn.Module]) -> None:
     """Refuse parameters that get their shape from the first batch, since they cannot be copied before it."""
     for module in modules:
-        for name, t in (*module.named_parameters(), *module.named_buffers()):
-            if is_lazy(t):
-                raise ValueError(
-                    f"{name} of {type(module).__name__} has no shape until the model has seen a batch (a lazy module): "
-                    "run it on one first, with learn.validate() or learn.model(x)"
-                )
+        if lazy := _without_shape(module):
+            raise ValueError(
+                f"{lazy} of {type(module).__name__} has no shape until the model has seen a batch (a lazy module): "
+                "run it on one first, with learn.validate() or learn.model(x)"
+            )
+
+
+def _without_shape(module: nn.Module) -> str:
+    """Return the name of the first lazy parameter or buffer of a module; '' if there is none."""
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    return next((name for name, t in tensors if is_lazy(t)), "")
 
 
 def put_back_attributes(owner: Any, stack: ExitStack) -> None:
