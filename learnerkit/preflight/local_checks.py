@@ -47,7 +47,7 @@ def look_at_device() -> Facts:
     if device.type != "cuda":
         return {"type": device.type, "name": device.type.upper(), "id": None}
     properties, (free, memory) = torch.cuda.get_device_properties(device), torch.cuda.mem_get_info(device)
-    others = [j for j in range(torch.cuda.device_count()) if j != device.index]
+    others = set(range(torch.cuda.device_count())) - {device.index}
     return {
         "type": "cuda", "name": properties.name, "index": device.index, "id": str(properties.uuid), "memory": memory,
         "free": free, "peers": [j for j in others if torch.cuda.can_device_access_peer(device.index, j)],
@@ -58,13 +58,11 @@ def judge_devices(everyone: list[Facts]) -> list[Finding]:
     """Judge the devices: of one kind, one for each process, and used by no other program."""
     findings, first = [], everyone[0]["devices"]
     if unlike := [f for f in everyone if f["devices"]["name"] != first["name"]]:
-        text = f"{unlike[0]['devices']['name']} on {places(unlike)}, {first['name']} on {places(everyone[:1])}"
+        mark, advice = HINT, "every step waits for the slowest: use GPUs of one kind if you can"
         if any(f["devices"]["type"] != first["type"] for f in unlike):
-            findings = [
-                Finding(WRONG, text, "is torch built for the GPU there, and what does CUDA_VISIBLE_DEVICES say?")
-            ]
-        else:
-            findings = [Finding(HINT, text, "every step waits for the slowest: use GPUs of one kind if you can")]
+            mark, advice = WRONG, "is torch built for the GPU there, and what does CUDA_VISIBLE_DEVICES say?"
+        text = f"{unlike[0]['devices']['name']} on {places(unlike)}, {first['name']} on {places(everyone[:1])}"
+        findings.append(Finding(mark, text, advice))
     for group in by_machine(everyone):
         for device_id in sorted({f["devices"]["id"] for f in group} - {None}):
             ranks = [f for f in group if f["devices"]["id"] == device_id]

@@ -29,11 +29,13 @@ def bytes_of(memory: str | int | None) -> int | None:
     Raises:
         TypeError, ValueError: it is neither such a text, nor a number above 0.
     """
-    if memory is not None and (isinstance(memory, bool) or not isinstance(memory, str | int)):
+    if memory is None:
+        return None
+    if isinstance(memory, bool) or not isinstance(memory, str | int):
         raise TypeError(f"got memory={memory!r}; it is a text such as '24GiB', or a number of bytes as an int")
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(GiB|GB|MiB|MB)\s*", memory) if isinstance(memory, str) else None
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(GiB|GB|MiB|MB)\s*", str(memory))
     size = round(float(match[1]) * _UNITS[match[2]]) if match else memory
-    if size is None or (isinstance(size, int) and size > 0):
+    if isinstance(size, int) and size > 0:
         return size
     raise ValueError(
         f"got memory={memory!r}; it is a number above 0 with one of the units {', '.join(_UNITS)}, such as '24GiB', or "
@@ -165,8 +167,11 @@ def _ways(learn: "Learner", seen: Seen, prediction: Prediction, room: float, wai
         parts = -(-n // most)
         ways[f"SplitBatch({parts})"] = split.at(-(-n // parts))
     again, half = ActivationCheckpointing(), MixedPrecision("bf16")
-    tries: dict[str, list[Callback]] = {"ActivationCheckpointing()": [again], "learn.to_bf16()": [half]}
-    tries["ActivationCheckpointing() and learn.to_bf16()"] = [again, half]  # if neither is enough
+    tries: dict[str, list[Callback]] = {
+        "ActivationCheckpointing()": [again],
+        "learn.to_bf16()": [half],
+        "ActivationCheckpointing() and learn.to_bf16()": [again, half],  # if neither is enough
+    }
     has = {type(cb) for cb in learn.cbs}
     for name, cbs in tries.items():
         if not has & set(map(type, cbs)) and (len(cbs) == 1 or not ways):

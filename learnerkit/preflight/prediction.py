@@ -91,7 +91,7 @@ class Prediction(NamedTuple):
 
 
 def predict_memory(
-    learn: "Learner", batch: Any = None, cbs: Sequence[Callback] = (), on: "Sequence[Trial] | None" = None
+    learn: "Learner", seen: Seen | None = None, cbs: Sequence[Callback] = (), on: "Sequence[Trial] | None" = None
 ) -> Prediction | str:
     """Predict what a training step of this process needs of the memory. It communicates with no other rank.
 
@@ -100,8 +100,7 @@ def predict_memory(
 
     Args:
         learn: the learner.
-        batch: as the loader gives it, or a `Seen`; `None`: the learner's own while something runs, else the first one
-            of training.
+        seen: the batch; `None`: the learner's own while something runs, else the first one of training.
         cbs: callbacks that are to take part beside the learner's.
         on: `[fake_steps]`: without steps on the model itself, which need the memory that is predicted.
 
@@ -113,7 +112,7 @@ def predict_memory(
         return why
     reason, several = "", learn.n_ranks > 1
     try:
-        seen = _seen(learn, batch)
+        seen = seen or _seen(learn)
         n = _samples(learn, seen)
     except Exception as error:  # The loader, or its batch, has raised it.
         return in_one_line(error)
@@ -146,13 +145,11 @@ def _not_predicted(learn: "Learner", cbs: Sequence[Callback]) -> str:
     return ""
 
 
-def _seen(learn: "Learner", batch: Any) -> Seen:
-    """Return the batch as the model gets it, on the device."""
-    if isinstance(batch, Seen):
-        return batch
-    if batch is None and learn.task is not None and learn.xb:
+def _seen(learn: "Learner") -> Seen:
+    """Return the learner's batch while something runs, else the first one of training."""
+    if learn.task is not None and learn.xb:
         return Seen(learn.batch, learn.xb, learn.yb)
-    batch = to_device(first_batch(learn.dls.train) if batch is None else batch, learn.dls.device)
+    batch = to_device(first_batch(learn.dls.train), learn.dls.device)
     return Seen(batch, *learn.dls.split(batch, own_loss_arguments(learn.loss_func, learn.model)))
 
 
@@ -173,14 +170,10 @@ def _resized(learn: "Learner", seen: Seen, n: int) -> Seen:
     made = dict[int, Any]()  # by part, as inputs and targets are parts of the batch, too
 
     def sized(rows: Any, dim: int, place: tuple) -> Any:
-        old = rows.shape[dim] if hasattr(rows, "shape") else len(rows)
-        new: Any
-        if isinstance(rows, Tensor):
-            new = rows.index_select(dim, torch.arange(n, device=rows.device) % old)
-        elif isinstance(rows, tuple | list):
-            new = type(rows)(rows[i % old] for i in range(n))
-        else:
-            new = rows.take([i % old for i in range(n)], dim)  # an array
+        if isinstance(rows, tuple | list):
+            new = type(rows)(rows[i % len(rows)] for i in range(n))
+        else:  # a tensor or an array
+            new = rows[(slice(None),) * dim + ([i % rows.shape[dim] for i in range(n)],)]
         return made.setdefault(id(rows), new)
 
     inputs, targets, _ = learn.dls.dims_of(seen.xb, seen.yb)

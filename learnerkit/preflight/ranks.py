@@ -235,14 +235,14 @@ def _has_indices(dl: Any) -> bool:
 
 def _make_deterministic(model: nn.Module) -> list[str]:
     """Switch dropout off, and say which intended differences between ranks are not compared."""
-    dropouts, norms = 0, len(_norms(model))
+    dropouts = 0
     for module in model.modules():
         name = "p" if isinstance(module, Dropout) else "dropout"
         if isinstance(module, (Dropout, nn.RNNBase, nn.MultiheadAttention)) and getattr(module, name):
             setattr(module, name, 0.0)
             dropouts += 1
-    said = [f"dropout was off ({dropouts})"] if dropouts else []
-    return said + ([f"BatchNorm used its running statistics ({norms})"] if norms else [])
+    left_out = {"dropout was off": dropouts, "BatchNorm used its running statistics": len(_norms(model))}
+    return [f"{what} ({n})" for what, n in left_out.items() if n]
 
 
 def _norms(model: nn.Module) -> list[nn.Module]:
