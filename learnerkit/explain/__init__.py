@@ -75,7 +75,7 @@ def _lines(learn: "Learner", error: Exception) -> list[str]:
     frames, text = _frames(error), str(error)
     names = {frame.f_code.co_name for frame in frames}
     loads = any(frame.f_globals.get("__name__", "").startswith(_LOADING) for frame in frames)
-    if loads and (lost := lost_worker(error)):
+    if loads and (lost := lost_worker(error, frames)):
         return [lost]
     if isinstance(error, CancelException):
         return [f"this event is outside of what {type(error).__name__} ends; what it does: {getdoc(error)}"]

@@ -3,7 +3,8 @@
 import re
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from types import FrameType
 
 from learnerkit.text import killed_by
 from learnerkit.torch_internals import workers_of
@@ -12,8 +13,8 @@ _LOST = "DataLoader worker"  # the beginning of torch's message
 _KILLED = re.compile(r"is killed by signal: ([^.]+)\.")
 
 
-def lost_worker(error: Exception) -> str:
-    """Name the signal that killed a loader's worker, if that is what the error is about.
+def lost_worker(error: Exception, frames: Iterable[FrameType]) -> str:
+    """Name the signal that killed a loader's worker, if that is what the error with these frames is about.
 
     torch's error may have the signal's name, or only say that the worker is gone. If the worker was killed while it
     sent a tensor, the error is only that of the broken connection.
@@ -24,10 +25,8 @@ def lost_worker(error: Exception) -> str:
         return ""
     named = _KILLED.search(str(error))
     signals: list[int] = [s for s in signal.valid_signals() if named and signal.strsignal(s) == named[1]]
-    trace = error.__traceback__
-    while trace is not None and not signals:  # otherwise ask the workers of the loader in the traceback
-        signals = _killing_signals(workers_of(trace.tb_frame.f_locals.get("self")))
-        trace = trace.tb_next
+    for frame in frames:  # the workers of a loader among them are asked if the error does not tell
+        signals = signals or _killing_signals(workers_of(frame.f_locals.get("self")))
     return f"the loader worker {killed_by(signals[0]).rstrip(',')}" if signals else ""
 
 

@@ -4,6 +4,7 @@ import copy
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -202,10 +203,8 @@ def fake_steps(learn: "Learner") -> Iterator[tuple["Learner", TensorFunction]]:
         fake.grad = None
     for m in (m for x in owners if isinstance(x, nn.Module) for m in x.modules()):
         memo |= {id(hooks): type(hooks)(_torchs_own(hooks)) for hooks in hook_tables(m)}
-    with ExitStack() as stack:
-        stack.enter_context(replaced(logger, disabled=True))  # it prints errors, which are dealt with here
-        for context in (keep_seeds(device=learn.dls.device), uncompiled(), mode):
-            stack.enter_context(context)
+    # The logger prints errors, which are dealt with here.
+    with replaced(logger, disabled=True), keep_seeds(device=learn.dls.device), uncompiled(), mode:
         one.model, one.loss_func = copy.deepcopy(owners, memo)
         one.opt = None
         one._new_opt()
@@ -254,13 +253,13 @@ def _measured(
                     predictions_in_float32(one)
                 one._loss()
             one._backward()
-            passes = live.peak
-            after = live.now
-            live.peak = live.now
+            passes, after = live.peak, live.now
+            live.peak = after
             if not i:
                 gradients = n_bytes(p.grad for p in model.parameters() if p.grad is not None)
                 one._step()
-                made, floor = n_bytes(state_tensors(one.opts)) - n_bytes(state), live.peak
+                optimizer, floor = n_bytes(state_tensors(one.opts)), live.peak
+                made = optimizer - n_bytes(state)
                 extra = floor - after - made  # The step has made the optimizer's state, which stays.
                 peaks[size] = max(passes + made, floor)
             else:
@@ -269,11 +268,9 @@ def _measured(
                 one._zero_grad()
             one.batch = one.pred = one.output = one.loss = one.loss_grad = None
             one.xb = one.yb = ()
-    kinds = n_bytes(model.parameters()), gradients, n_bytes(state_tensors(one.opts))
-    ends = sorted(peaks.items())
-    pairs = zip(ends, ends[1:], strict=False)
-    lines = ((float(floor), 0.0), *(_line(low, high) for low, high in pairs))
-    return Prediction(*kinds, lines[-1][1], lines[-1][0], peaks[n], n, lines)
+    lines = ((float(floor), 0.0), *(_line(low, high) for low, high in pairwise(sorted(peaks.items()))))
+    base, per_sample = lines[-1]
+    return Prediction(n_bytes(model.parameters()), gradients, optimizer, per_sample, base, peaks[n], n, lines)
 
 
 def _line(low: tuple[int, int], high: tuple[int, int]) -> tuple[float, float]:

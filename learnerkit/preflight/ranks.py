@@ -301,12 +301,13 @@ class _Notes(Callback):
         columns = [t for t in tensors_in(learn.batch) if t.ndim and len(t) == size]
         hashes = iter(digests(t[i] for i in range(size) for t in columns))
         data = [[next(hashes) for _ in columns] for _ in range(size)]
-        samples = (self.drawn[learn.iter] if self.drawn else list(map(str, data))) if size else []
+        names = (self.drawn[learn.iter] if self.drawn else list(map(str, data))) if size else []
+        if len(data) != len(names):  # A collate_fn may pack samples.
+            data = [[]] * len(names)
         loss = learn.loss if size else None
         step = {
-            "samples": samples,
+            "samples": list(zip(names, data, strict=True)),
             "shapes": [list(t.shape[1:]) for t in columns],
-            "data": data if len(data) == len(samples) else [[]] * len(samples),  # a collate_fn may pack samples
             "loss": 0.0 if loss is None else float(loss),
             "count": 0.0 if loss is None else float(learn.loss_count),
             "state": run_state.state_table(learn),
@@ -385,19 +386,16 @@ def _likely_reason(one: dict, wrong: set[str], first_alike: bool, apart: str, pa
 def _compare_samples(steps: list[tuple]) -> tuple[str, str]:
     """Describe the first difference in the samples read, and its likely reason; two empty texts if there is none."""
     for number, (step, parts) in enumerate(steps, 1):
-        theirs = [
-            (rank, part["shapes"], sample, data)
-            for rank, part in enumerate(parts)
-            for sample, data in zip(part["samples"], part["data"], strict=True)
-        ]
-        if len(theirs) != len(step["samples"]):
-            return f"step {number} has {len(theirs)} samples, and {len(step['samples'])} on one process", _SAMPLER
-        for (rank, shapes, sample, data), mine, my_data in zip(theirs, step["samples"], step["data"], strict=True):
-            if sample != mine:
-                return f"step {number}: rank {rank} read sample {sample} in place of {mine}", _SAMPLER
+        mine = step["samples"]
+        theirs = [(rank, part["shapes"], *sample) for rank, part in enumerate(parts) for sample in part["samples"]]
+        if len(theirs) != len(mine):
+            return f"step {number} has {len(theirs)} samples, and {len(mine)} on one process", _SAMPLER
+        for (rank, shapes, name, data), (my_name, my_data) in zip(theirs, mine, strict=True):
+            if name != my_name:
+                return f"step {number}: rank {rank} read sample {name} in place of {my_name}", _SAMPLER
             # Where batches are padded to their longest sample, shapes may differ.
             if data != my_data and shapes == step["shapes"]:
-                return f"step {number}: sample {sample} has other data on rank {rank} than on one process", _DATASET
+                return f"step {number}: sample {name} has other data on rank {rank} than on one process", _DATASET
     return "", ""
 
 

@@ -332,7 +332,7 @@ def _judge_values(loss_func: Any, pred: Tensor, target: Tensor) -> Iterator[Find
 
 
 def _are_shares(t: Tensor) -> bool:
-    return not t.numel() or bool(t.min() >= 0 and t.max() <= 1)
+    return bool(((t >= 0) & (t <= 1)).all())
 
 
 def judge_prediction(loss_func: Any, pred: Any) -> list[Finding]:
