@@ -84,10 +84,9 @@ def check_distributed(learn: "Learner", n: int = 2, steps: int = 5, timeout: flo
     host = _on_host(learn)
     end = time.monotonic() + timeout
     left_out = []
+    joins = [partial(join_forks, rank=rank, n=n, wait=timedelta(seconds=timeout)) for rank in range(n)]
     for dtype in (torch.float64, None):
-        run = partial(_run, learn, *host, steps, dtype)
-        joins = [partial(_join, learn, callback, timedelta(seconds=timeout), n, rank) for rank in range(n)]
-        runs = run_in_forks([partial(run, join) for join in (None, *joins)], end)
+        runs = run_in_forks([partial(_run, learn, *host, steps, dtype, callback, join) for join in (None, *joins)], end)
         failed = sorted((r.order, job, r.traceback) for job, r in enumerate(runs) if isinstance(r, ExceptionReport))
         late = [job for order, job, _ in failed if order == LATE.order]
         if not failed or late:
@@ -148,9 +147,6 @@ def _on_host(learn: "Learner") -> tuple[list[tuple[Tensor, Tensor]], State]:
     return [(t, t.detach().cpu()) for t in tensors], on_host(state)
 
 
-_Join = Callable[[Path], None] | None  # makes the process a rank, with the store in that folder
-
-
 @collective
 def _run(
     learn: "Learner",
@@ -158,10 +154,21 @@ def _run(
     state: State,
     steps: int,
     dtype: torch.dtype | None,
-    join: _Join,
+    callback: DistributedCallback,
+    join: Callable[[Path], None] | None,
     folder: Path,
 ) -> dict:
-    """Train and predict, and return what is to be compared. The learner is a copy, as this process is a fork."""
+    """Train and predict, and return what is to be compared. The learner is a copy, as this process is a fork.
+
+    Args:
+        learn: the copy.
+        tensors, state: as `_on_host` returns them.
+        steps: training batches, at most.
+        dtype: the type to compute in; `None`: the learner's own.
+        callback: makes the learner of a rank train under DDP.
+        join: makes the process a rank, with the store in that folder; `None`: it is the single one.
+        folder: the directory of all processes.
+    """
 
     def cast(t: Tensor) -> Tensor:
         return t.to(dtype) if dtype is not None and t.is_floating_point() else t
@@ -188,6 +195,7 @@ def _run(
     learn.add_cbs([Callback(before_batch=prepare, order=-1000), notes])
     if join:
         join(folder)
+        learn.add_cb(callback)
     for expected in (re.escape(UNKNOWN_COUNT), f"metric .* {DEPENDS_ON_CUT}"):  # The report says it.
         warnings.filterwarnings("ignore", expected)
     state = map_batch(lambda t: cast(t.clone()), state)
@@ -211,12 +219,6 @@ def _run(
         "predictions": {f"output {i}": t for i, t in enumerate(outputs)},
         "left_out": left_out,
     }
-
-
-@collective
-def _join(learn: "Learner", callback: DistributedCallback, wait: timedelta, n: int, rank: int, folder: Path) -> None:
-    join_forks(folder, rank, n, wait)
-    learn.add_cb(callback)
 
 
 def _first_batches(dl: Any, n: int) -> Any:
