@@ -169,10 +169,12 @@ def of_layer(layer: nn.Module, given: tuple, text: str) -> str:
             f"or change what comes before it{flat}"
         )
     channels = getattr(layer, "in_channels", 0)  # of a convolution
-    axes = weight.ndim if channels and weight is not None else 0
-    if axes and len(shape) == axes - 1:
+    if not channels or weight is None:
+        return ""
+    axes = weight.ndim
+    if len(shape) == axes - 1:
         return f"the inputs {shape} have no axis of channels: x.unsqueeze(0) in the dataset makes one"
-    if axes and len(shape) == axes and shape[1] != channels:
+    if len(shape) == axes and shape[1] != channels:
         if shape[-1] == channels:
             order = ", ".join(map(str, (axes - 2, *range(axes - 2))))
             return f"the channels of the inputs {shape} are last, torch's are first: x.permute({order}) in the dataset"

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,16 +12,14 @@ from learnerkit import arguments, distributed
 from learnerkit.callbacks.prediction import decoder, per_sample, whole_dataset
 from learnerkit.data.batches import loader_len, with_rows
 from learnerkit.data.lengths import InOrder
+from learnerkit.data.loaders import DataLoaders
 from learnerkit.data.order import first_batch, keep_seeds
 from learnerkit.data.show import DRAWN, WRONG, Table, label, note, nth, pyplot, samples_of, show
 from learnerkit.losses import loss_option
 from learnerkit.marks import collective
+from learnerkit.state import Learner
 from learnerkit.utils import itself
 from learnerkit.values import describe
-
-if TYPE_CHECKING:
-    from learnerkit.data.loaders import DataLoaders
-    from learnerkit.learner import Learner
 
 
 def decode(loss_func: Any, preds: Any, targets: Any) -> Tensor | None:

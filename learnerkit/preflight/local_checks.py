@@ -165,7 +165,8 @@ def look_at_infiniband() -> Facts:
 
 def judge_infiniband(group: list[Facts], everyone: list[Facts]) -> Finding:
     """Judge whether NCCL can use InfiniBand between machines."""
-    own, adapters = group[0]["infiniband"], ",".join(group[0]["infiniband"]["devices"])
+    own = group[0]["infiniband"]
+    adapters = ",".join(own["devices"])
     if len(by_machine(everyone)) == 1:
         return Finding(NOTHING, "not needed on one machine")
     if group[0]["devices"].get("type") != "cuda":

@@ -342,23 +342,20 @@ def _compare(one: dict, ranks: list[dict]) -> dict[str, Finding]:
     wrong = {name for name, finding in findings.items() if finding.mark == WRONG}
     if wrong:
         first_alike = torch.isclose(alone["step 1"], together["step 1"], rtol=1e-6, equal_nan=True)
-        apart = _first_apart([parts for _, parts in steps]) if "weights" in wrong else ""
-        padded = any(part["shapes"] not in ([], step["shapes"]) for step, parts in steps for part in parts)
-        findings["reason"] = Finding(HINT, reason or _likely_reason(one, wrong, bool(first_alike), apart, padded))
+        findings["reason"] = Finding(HINT, reason or _likely_reason(one, steps, wrong, bool(first_alike)))
     return findings
 
 
-def _likely_reason(one: dict, wrong: set[str], first_alike: bool, apart: str, padded: bool) -> str:
+def _likely_reason(one: dict, steps: list[tuple], wrong: set[str], first_alike: bool) -> str:
     """Return the likely reason of a difference.
 
     Args:
         one: the results of the single process.
+        steps: its notes of each step, and those of the ranks.
         wrong: the topics that differ.
         first_alike: the losses of step 1 are equal.
-        apart: where the ranks differ from each other.
-        padded: the batches of ranks have other shapes than those of one process.
     """
-    if apart:
+    if "weights" in wrong and (apart := _first_apart(steps)):
         if "differ in buffer" in apart:
             return f"the model changes a buffer by the rank's own samples: {apart}"
         return f"a callback that acts on some ranks alone: {apart}"
@@ -369,7 +366,7 @@ def _likely_reason(one: dict, wrong: set[str], first_alike: bool, apart: str, pa
         )
     if one["unknown"]:
         return one["unknown"]
-    if padded:
+    if any(part["shapes"] not in ([], step["shapes"]) for step, parts in steps for part in parts):
         return (
             "each rank pads its piece of a batch to the longest sample in it, so that the model sees other padding "
             "than on one process: pad to a fixed length in the collate_fn, or let the model leave the padding out"
@@ -419,7 +416,7 @@ def _loss(parts: Iterable[dict], sums: bool) -> Tensor:
 
 def _first_apart(steps: list[tuple]) -> str:
     """Return the first difference between the states of the ranks, which are equal bit by bit under DDP."""
-    for number, parts in enumerate(steps, 1):
+    for number, (_, parts) in enumerate(steps, 1):
         first, *others = (part["state"] for part in parts)
         for name in first:
             if any(other.get(name) != first[name] for other in others):

@@ -51,7 +51,10 @@ def check(learn: "Learner", memory: str | int | None = None) -> bool:
     step, sharded = StepCheck(memory), False
     try:
         arguments.check_fit(learn, n_epoch=1)
-        step.check_loaders(learn)
+        for dl in learn.dls.loaders[:2]:
+            refuse_iterator(dl)
+        if learn.dls.valid is None:
+            step.found["validation"].append(Finding(NOTHING, "there is no validation loader"))
         cbs = [step, step.first]
         with learn.no_bar(), learn._trying("check", cbs) as train:
             sharded = learn.n_ranks > 1
@@ -142,13 +145,6 @@ class StepCheck(Callback):
         self.seen: Seen | None = None
         self._running_model = False
         self._norm_hooks = ExitStack()
-
-    def check_loaders(self, learn: "Learner") -> None:
-        """Refuse loaders whose first batch would be lost for the fit."""
-        for dl in learn.dls.loaders[:2]:
-            refuse_iterator(dl)
-        if learn.dls.valid is None:
-            self.found["validation"].append(Finding(NOTHING, "there is no validation loader"))
 
     # Events
 
