@@ -23,6 +23,7 @@ from learnerkit.callbacks.augmentation import CutMix, MixUp
 from learnerkit.callbacks.progress import ProgressCallback
 from learnerkit.checkpoints.callback import CheckpointCallback
 from learnerkit.data.batches import on_host
+from learnerkit.data.iterable import LoaderView
 from learnerkit.data.order import has_index, in_order, with_batches
 from learnerkit.data.stream import Seeded
 from learnerkit.distributed import seeds
@@ -227,8 +228,8 @@ def _first_batches(dl: Any, n: int) -> Any:
         dl = in_order(dl, "1")
     if not _has_indices(dl):
         return dl
-    batches = list(islice(dl.batch_sampler, n))
-    return with_batches(dl, batch_sampler=[*batches[:-1], batches[-1][: max(1, len(batches[-1]) - 1)]])
+    *whole, last = islice(dl.batch_sampler, n)
+    return with_batches(dl, batch_sampler=[*whole, last[: max(1, len(last) - 1)]])
 
 
 def _has_indices(dl: Any) -> bool:
@@ -251,20 +252,12 @@ def _norms(model: nn.Module) -> list[nn.Module]:
     return [m for m in model.modules() if isinstance(m, BatchNorm) and m.track_running_stats]
 
 
-class _NotedBatches:
-    """A batch sampler that notes the indices drawn from it."""
-
-    def __init__(self, sampler: Any, drawn: list[list[str]]) -> None:
-        self.sampler, self.drawn = sampler, drawn
-
-    def __len__(self) -> int:
-        return len(self.sampler)
-
-    def __iter__(self) -> Iterator:
-        for batch in self.sampler:
-            items = batch.items if isinstance(batch, Seeded) else batch
-            self.drawn.append([str(i) for i in (items.tolist() if isinstance(items, Tensor) else items)])
-            yield batch
+def _noted(drawn: list[list[str]], sampler: Any) -> Iterator:
+    """Draw from a batch sampler, and note the indices."""
+    for batch in sampler:
+        items = batch.items if isinstance(batch, Seeded) else batch
+        drawn.append([str(i) for i in (items.tolist() if isinstance(items, Tensor) else items)])
+        yield batch
 
 
 class _Notes(Callback):
@@ -290,7 +283,7 @@ class _Notes(Callback):
         holder, name = (learn.dl, "loader") if isinstance(learn.dl, RankLoader) else (learn, "dl")
         loader = getattr(holder, name)
         if _has_indices(loader):
-            noted = _NotedBatches(loader.batch_sampler, self.drawn)
+            noted = LoaderView(loader.batch_sampler, partial(_noted, self.drawn))
             setattr(holder, name, with_batches(loader, batch_sampler=noted))
 
     def after_loss(self) -> None:
