@@ -126,11 +126,11 @@ class ClassificationInterpretation:
             side = min(12.0, 2.5 + 0.45 * len(names))
             ax = pyplot("plot_confusion_matrix").subplots(figsize=(side, side), layout="constrained")[1]
         ax.imshow(shares.numpy(), cmap="Blues", vmin=0, vmax=1)
-        few = len(names) <= 25
-        for i, j in counts.nonzero().tolist() if few else []:
-            text = f"{shares[i, j]:.2f}" if normalize else f"{counts[i, j]}"
-            ax.text(j, i, text, ha="center", va="center", fontsize=8, color="white" if shares[i, j] > 0.5 else "black")
-        if few:
+        if len(names) <= 25:  # There is room for texts.
+            for i, j in counts.nonzero().tolist():
+                text = f"{shares[i, j]:.2f}" if normalize else f"{counts[i, j]}"
+                color = "white" if shares[i, j] > 0.5 else "black"
+                ax.text(j, i, text, ha="center", va="center", fontsize=8, color=color)
             ax.set_xticks(range(len(names)), names, rotation=45, ha="right")
             ax.set_yticks(range(len(names)), names)
         title = "Share of each actual class" if normalize else "Confusion matrix"
@@ -161,11 +161,11 @@ class ClassificationInterpretation:
         scores = torch.stack([precision, recall, 2 * hits / (support + said).clamp(min=1)], dim=1)
         total, shares = int(support.sum()), support / support.sum().clamp(min=1)
         occurs = support + said > 0  # as in scikit-learn, a class that no sample has and none is taken for is left out
-        means = [
+        rows = [
+            *zip(self.classes, scores, support.long().tolist(), strict=True),
             ("mean of the classes", scores[occurs].mean(0), total),
             ("mean of the samples", shares @ scores, total),
         ]
-        rows = [*zip(self.classes, scores, support.long().tolist(), strict=True), *means]
         return Table(
             ["class", "precision", "recall", "f1", "samples"],
             [[name, *(f"{x:.2f}" for x in found.tolist()), n] for name, found, n in rows],

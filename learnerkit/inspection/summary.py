@@ -187,7 +187,7 @@ def _shape(x: Any) -> str:
     if isinstance(x, Tensor):
         return " x ".join(map(str, x.shape)) or "scalar"
     parts = [_shape(part) for _, part in entries(x) if isinstance(part, Tensor) or entries(part)]
-    return ", ".join(parts) if parts else type(x).__name__
+    return ", ".join(parts) or type(x).__name__
 
 
 def _shortened(text: str, width: int) -> str:

@@ -42,7 +42,7 @@ from learnerkit.state import Learner, State
 from learnerkit.text import escaped, first_few
 from learnerkit.torch_internals import BatchNorm, Dropout
 from learnerkit.utils import unwrap
-from learnerkit.values import digests, map_batch, tensors_in
+from learnerkit.values import digests, map_batch, same, tensors_in
 
 TOLERANCE = 1e-5
 """The difference that counts as rounding: a share of a tensor's largest value, or for weights of the largest update."""
@@ -287,8 +287,7 @@ class _Notes(Callback):
             setattr(holder, name, with_batches(loader, batch_sampler=noted))
 
     def after_loss(self) -> None:
-        torch_seeds, *others = seeds.seed_states()
-        self.draws |= not torch.equal(torch_seeds, self.seeds[0]) or repr(others) != repr([*self.seeds[1:]])
+        self.draws |= not same(seeds.seed_states(), self.seeds)
         self.unknown = doubtful_count(self.learn)
 
     def after_batch(self) -> None:

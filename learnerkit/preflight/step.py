@@ -465,8 +465,7 @@ def judge_optimizer(named: Named, stuck: list[str], opts: list) -> list[Finding]
 
 def _rates(opts: list, name: str = "lr") -> dict[Tensor, float]:
     """Return the learning rate of each parameter; `name` is its entry in a group, if the group has it."""
-    groups = [g for opt in opts for g in opt.param_groups]
-    return {p: float(g.get(name, g.get("lr", 1.0))) for g in groups for p in g["params"]}
+    return {p: float(g.get(name, g.get("lr", 1.0))) for opt in opts for g in opt.param_groups for p in g["params"]}
 
 
 @collective
