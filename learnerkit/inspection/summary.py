@@ -63,7 +63,8 @@ class Summary:
     kept: int
 
     def __repr__(self) -> str:
-        names, rows = ["class", "output", "parameters", "trained"], list[list[str]]()
+        names = ["class", "output", "parameters", "trained"]
+        rows: list[list[str]] = []
         for x in self.layers:
             kind = x.kind + (f" (x{x.calls})" if x.calls > 1 else "")
             output = x.output or "not called"

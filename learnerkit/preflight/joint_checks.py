@@ -135,10 +135,12 @@ def measure_all_reduce(board: Board) -> Facts:
 
 def judge_all_reduce(everyone: list[Facts]) -> list[Finding]:
     """Report latency, and bandwidth as that of a link: bytes/s times 2(n - 1)/n (nccl-tests, doc/PERFORMANCE.md)."""
+    n = len(everyone)
+    parts = []
+    speed = 0.0
     if wrong := [f for f in everyone if not f["all-reduce"]["right"]]:
         advice = "do not train like this; export NCCL_P2P_DISABLE=1, then NCCL_IB_DISABLE=1, to find the faulty link"
         return [Finding(WRONG, f"the sum is wrong on {places(wrong)}", advice)]
-    n, parts, speed = len(everyone), [], 0.0
     for n_bytes, seconds in everyone[0]["all-reduce"]["seconds"]:
         speed = n_bytes / seconds * 2 * (n - 1) / n / 1e9
         parts.append(f"{in_units(n_bytes)} {1000 * seconds:.3g} ms, {speed:.2g} GB/s")
