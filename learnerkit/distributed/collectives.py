@@ -37,7 +37,8 @@ from learnerkit.values import TensorFunction, digests
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+# The mean is the sum, divided at the end.
+_OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
 def _wire(x: Tensor) -> Tensor:
@@ -192,7 +193,7 @@ def reduce(x: T, op: str = "sum", among: str = "") -> T:
     """
     if not isinstance(x, Tensor | Number) and getattr(x, "ndim", None) != 0:  # numpy's bool is no `Number`
         raise TypeError(f"reduce got a {type(x).__name__}; it takes a tensor or a number (all_gather takes anything)")
-    if op not in (*_OPS, "mean"):
+    if op not in _OPS:
         raise ValueError(f"reduce got op={op!r}; it takes 'sum', 'mean', 'max' or 'min'")
     if not _has_peers("reduce"):
         return x
@@ -201,7 +202,7 @@ def reduce(x: T, op: str = "sum", among: str = "") -> T:
     if total.dtype == torch.bool and op in ("sum", "mean"):
         total = total.long()  # The sum of truth values is their "or".
     with _explained("reduce"):
-        dist.all_reduce(total, _OPS.get(op, dist.ReduceOp.SUM), group(among, total.device.type))
+        dist.all_reduce(total, _OPS[op], group(among, total.device.type))
     result = total.to(local.device) if isinstance(x, Tensor) else total.item()
     return result / world_size() if op == "mean" else result
 
