@@ -47,7 +47,7 @@ def _wire(x: Tensor) -> Tensor:
     return x.to(default_device()) if backends and "cpu" not in backends else x
 
 
-_refused_in: ContextVar[tuple[str, str] | None] = ContextVar("silent", default=None)
+_refusal: ContextVar[Callable[[str], RuntimeError] | None] = ContextVar("refusal", default=None)
 
 
 @contextmanager
@@ -58,19 +58,16 @@ def no_collectives(where: str, why: str = "") -> Iterator[None]:
         where: the code that runs in the context.
         why: the reason; by default that the other ranks may not come, and this one would wait for ever.
     """
-    refused = where, why
-    in_torch = CollectiveRefusal(functools.partial(_refusal, refused)) if is_joined() else nullcontext()
-    with within(_refused_in, refused), in_torch:
-        yield
-
-
-def _refusal(refused: tuple[str, str], what: str) -> RuntimeError:
-    where, why = refused
     why = why or (
         "the other ranks may not come here (after a failure, or because it runs on rank 0 alone), so it would wait for "
         "ever; communicate in an event that all ranks reach"
     )
-    return RuntimeError(f"{where} called {what}: {why} (errors.html#peers)")
+
+    def refuse(what: str) -> RuntimeError:
+        return RuntimeError(f"{where} called {what}: {why} (errors.html#peers)")
+
+    with within(_refusal, refuse), CollectiveRefusal(refuse) if is_joined() else nullcontext():
+        yield
 
 
 _before_collective: ContextVar[Callable[[], None] | None] = ContextVar("before_collective", default=None)
@@ -102,7 +99,7 @@ def around_collectives(context: Callable[[], AbstractContextManager]) -> Abstrac
 def grouped_collectives() -> Iterator[None]:
     """Group several collectives: the ranks are asked only once, before the first, if all of them come."""
     call = _before_collective.get()
-    if call is not None and world_size() > 1 and not _refused_in.get():
+    if call is not None and world_size() > 1 and not _refusal.get():
         call()
     with before_collective(None):
         yield
@@ -121,8 +118,8 @@ def _has_peers(what: str, waits: bool = True) -> bool:
     """
     if world_size() == 1:
         return False
-    if refused := _refused_in.get():
-        raise _refusal(refused, what if "." in what else f"distributed.{what}")
+    if refuse := _refusal.get():
+        raise refuse(what if "." in what else f"distributed.{what}")
     join(what=f"distributed.{what}")
     if waits and (call := _before_collective.get()) is not None:
         call()
