@@ -342,11 +342,9 @@ def gather_pieces(pieces: Iterable[tuple[Any, Tensor]], on: str = "all") -> list
     tensors = [tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for _, tensor in pieces]
     # Bytes are sent, so that one exchange serves every type; shorter ranks pad to the longest.
     load = torch.cat([t.reshape(-1).view(torch.uint8) for t in tensors]) if tensors else torch.empty(0).byte()
-    labels = all_gather([(place, t.shape, t.dtype) for (place, _), t in zip(pieces, tensors, strict=True)])
-    sizes = [sum(shape.numel() * dtype.itemsize for _, shape, dtype in label) for label in labels]
-    padded = torch.zeros(max(sizes), dtype=torch.uint8)
-    padded[: len(load)] = load
-    padded = _wire(padded)
+    labels = all_gather([(place, t.shape, t.dtype, t.nbytes) for (place, _), t in zip(pieces, tensors, strict=True)])
+    sizes = [[size for *_, size in label] for label in labels]
+    padded = _wire(_padded(load, list(map(sum, sizes))))
     loads = [torch.empty_like(padded) for _ in sizes]
     if on == "all":
         dist.all_gather(loads, padded)
@@ -355,13 +353,11 @@ def gather_pieces(pieces: Iterable[tuple[Any, Tensor]], on: str = "all") -> list
         if not is_main():
             return None
     gathered = []
-    for label, part in zip(labels, loads, strict=True):
-        part, start = part.cpu(), 0
-        for place, shape, dtype in label:
-            stop = start + shape.numel() * dtype.itemsize
-            # The slice is cloned, as a slice of bytes need not be aligned for its type.
-            gathered.append((place, part[start:stop].clone().view(dtype).reshape(shape)))
-            start = stop
+    for label, lengths, received in zip(labels, sizes, loads, strict=True):
+        parts = received[: sum(lengths)].cpu().split(lengths)
+        for (place, shape, dtype, _), part in zip(label, parts, strict=True):
+            # The part is cloned, as a part of a row of bytes need not be aligned for its type.
+            gathered.append((place, part.clone().view(dtype).reshape(shape)))
     return [tensor for _, tensor in sorted(gathered, key=lambda piece: piece[0])]
 
 
