@@ -88,16 +88,12 @@ def own_stream(seed: int, device: torch.device) -> Iterator[None]:
 
     Their states are restored at the end. The states are on the host, so that nothing waits for a device.
     """
-    state = torch.get_rng_state()
-    with device_streams_kept(device):
-        try:
-            torch.default_generator.manual_seed(seed)  # torch.manual_seed takes a hundred times as long
-            if device.type != "cpu":
-                module = torch.get_device_module(device)
-                getattr(module, "manual_seed_all", module.manual_seed)(seed)
-            yield
-        finally:
-            torch.set_rng_state(state)
+    with torch.random.fork_rng(devices=()), device_streams_kept(device):
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed takes a hundred times as long
+        if device.type != "cpu":
+            module = torch.get_device_module(device)
+            getattr(module, "manual_seed_all", module.manual_seed)(seed)
+        yield
 
 
 def device_states(device: torch.device) -> list[Tensor]:
