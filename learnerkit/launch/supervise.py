@@ -299,10 +299,8 @@ def guarded(ranks: list[Rank]) -> Iterator[None]:
         try:
             yield
         finally:
-            if process.stdin is not None:
-                process.stdin.close()  # The guard ends at this.
             try:
-                process.wait(KILL_SECONDS)
+                process.communicate(timeout=KILL_SECONDS)  # This closes its input, at which it ends.
             except subprocess.TimeoutExpired:  # somebody has halted it
                 process.kill()
 
