@@ -157,8 +157,8 @@ def run_attempt(job: Job, attempt: Attempt, signals: SignalQueue) -> Outcome:
         reason = next(filter(None, map(stopped_by, ranks)), None)
         if reason is not None:
             attempt.events.signal(reason)
-        if reason is not None and not job.quiet:
-            say(f"a rank got {signal_name(reason)}, and all have stopped")
+            if not job.quiet:
+                say(f"a rank got {signal_name(reason)}, and all have stopped")
     if reason is None:
         done = Outcome("done", topology.node, 0)
         reason = wait_interruptibly(lambda: attempt.agree_on_end(done), signals)
@@ -434,16 +434,18 @@ def stop(
     ranks: list[Rank], signals: SignalQueue, reason: int | Outcome | None, grace: float | None, quiet: bool = False
 ) -> None:
     """Ask the ranks that still run to end, by the signal that was received or else SIGTERM, and give them some time."""
-    signum = reason if isinstance(reason, int) else signal.SIGTERM
-    if isinstance(reason, int) and not quiet:
-        say(f"{signal_name(signum)} received, waiting for the ranks to stop (Ctrl-C kills them)")
-    if not isinstance(reason, int):
+    signum, default_grace = signal.SIGTERM, GRACE_SECONDS
+    if isinstance(reason, int):
+        signum = signal.Signals(reason)
+        default_grace = GRACE_SECONDS if signum == signal.SIGINT else LONG_GRACE_SECONDS
+        if not quiet:
+            say(f"{signum.name} received, waiting for the ranks to stop (Ctrl-C kills them)")
+    else:
         wait_for_end(ranks, signals, SETTLE_SECONDS)
     for rank in running(ranks):
         rank.stop_signals.append(signum)
     send_signal(ranks, signum)
     send_signal(ranks, signal.SIGCONT)  # a process that was halted handles no other signal
-    default_grace = LONG_GRACE_SECONDS if isinstance(reason, int) and signum != signal.SIGINT else GRACE_SECONDS
     wait_for_end(ranks, signals, default_grace if grace is None else grace)
 
 
