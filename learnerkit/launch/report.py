@@ -92,17 +92,17 @@ def report(ranks: list[Rank], reason: int | Outcome, topology: Topology, began: 
     if isinstance(reason, Outcome) and by_others and reason.kind != "joined":
         say(reason.text)
     # If all that failed only followed, one that has ended well left too early, however long it took to end.
-    follow = failed and all(follows(rank) == FOLLOWS for rank in failed)
-    early = [rank for rank in ranks if rank.code == 0 and failed and (follow or rank.ended < failed[0].ended)]
-    told = early[:1] if all(map(follows, failed)) else []
-    if told:
-        say(f"rank {early[0].number} left before the others: it {how_where_and_when(early[0], began)}")
+    all_follow = all(follows(rank) == FOLLOWS for rank in failed)
+    early = [rank for rank in ranks if rank.code == 0 and (all_follow or rank.ended < failed[0].ended)]
+    told = early[:1] if failed and all(map(follows, failed)) else []
+    for rank in told:
+        say(f"rank {rank.number} left before the others: it {how_where_and_when(rank, began)}")
     for rank in failed[: 0 if by_others else 1]:
         # One line if the user asked for the end, or the message names the cause.
-        one_line = reason == signal.SIGINT or follows(rank) == FOLLOWS
-        details = rank.report.brief if wants_short() else rank.report.traceback
-        if one_line:
+        if reason == signal.SIGINT or follows(rank) == FOLLOWS:
             details = rank.report.error
+        else:
+            details = rank.report.brief if wants_short() else rank.report.traceback
         say(f"rank {rank.number} {how_where_and_when(rank, began)}" + (f":\n{details}" if details else ""))
     later: dict[str, list[int]] = {}
     for rank in failed[0 if by_others else 1 :]:
@@ -160,8 +160,7 @@ def how_it_ended(rank: Rank) -> str:
     if stopped(rank):
         if rank.code == -signal.SIGKILL:
             return "did not stop in time and was killed"
-        by = signal_name(stopped_by(rank)) if stopped_by(rank) and not rank.stop_signals else "the launcher"
-        return f"was stopped by {by}"
+        return f"was stopped by {'the launcher' if rank.stop_signals else signal_name(stopped_by(rank))}"
     if rank.code < 0:
         return killed_by(-rank.code)
     if rank.code == 0:
