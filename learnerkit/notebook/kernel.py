@@ -144,6 +144,7 @@ class _WorkerProcess:
         """Kill it and its loader workers."""
         kill_group(self.process.pid)
         self.process.wait()
+        self.state = "dead"
 
 
 class Workers:
@@ -217,11 +218,10 @@ class Workers:
 
     def _end(self) -> None:
         with self._counted_stops():  # a stop must not prevent the end of all workers
-            for p in self._processes:
-                p.send("end")
+            self._send("end")
             end = time.monotonic() + LEAVE_SECONDS
             try:
-                while any(p.state != "dead" for p in self._processes) and time.monotonic() < end and not self._stops:
+                while self._living() and time.monotonic() < end and not self._stops:
                     self._take_messages(0.05)  # exit hooks may print
             finally:
                 for p in self._processes:
@@ -275,10 +275,13 @@ class Workers:
             raise error  # its cause, above, shows the worker's own traceback
         return result
 
+    def _living(self) -> list[_WorkerProcess]:
+        return [p for p in self._processes if p.state != "dead"]
+
     def _send(self, *message: Any) -> None:
-        for p in self._processes:
+        for p in self._living():
             p.send(*message)
-            p.state = "called" if p.state != "dead" else p.state
+            p.state = "called"
 
     def _wait_for(self, state: str) -> bool:
         """Wait until every worker is in `state`, or has ended the call; tell whether all are in `state`."""
@@ -292,7 +295,7 @@ class Workers:
         return all(p.state == state for p in self._processes)
 
     def _take_messages(self, seconds: float) -> None:
-        living = [p for p in self._processes if p.state != "dead"]
+        living = self._living()
         sources: list = [f for p in living for f in (p.connection, p.process.stdout) if f is not None]
         connection.wait(sources, seconds)
         for p in living:
@@ -306,7 +309,6 @@ class Workers:
             p.last_lines.extend(text.splitlines() if p.rank else ())  # kept for the error message if the worker dies
             if ended:
                 p.kill()
-                p.state = "dead"
                 self._limit_wait()
 
     def _handle(self, p: _WorkerProcess, kind: str, *values: Any) -> None:
@@ -332,7 +334,7 @@ class Workers:
     def _kill(self, processes: list[_WorkerProcess]) -> None:
         for p in processes:
             p.kill()
-            p.state, p.killed = "dead", True
+            p.killed = True
 
     # The Stop button
 
@@ -372,7 +374,7 @@ class Workers:
     def _find_error(self) -> BaseException | None:
         """Return the error that the call raises: KeyboardInterrupt, a worker's death, or a worker's first error."""
         dead = [p for p in self._processes if p.state == "dead"]
-        failed = [(p, p.failure) for p in self._processes if p not in dead and p.failure is not None]
+        failed = [(p, p.failure) for p in self._living() if p.failure is not None]
         died, stopped = [_describe_death(p) for p in dead if not p.killed], self._stops
         if dead:  # the other workers are useless without them; the next call starts new ones
             self._end()
