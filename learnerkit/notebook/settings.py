@@ -56,7 +56,7 @@ def set_options(options: Mapping[str, Any]) -> None:
 
 def get_random_states() -> tuple:
     """Return the states of this process's random generators: the host's, and CUDA's if CUDA has been used."""
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
     return *seeds.seed_states(), cuda
 
 
@@ -64,7 +64,9 @@ def set_random_states(states: tuple) -> None:
     """Apply the result of `get_random_states`. If it has no state for CUDA, torch's seed is used there."""
     *host, cuda = states
     seeds.set_seed_states(tuple(host))
-    if torch.cuda.is_available() and cuda is not None:
-        torch.cuda.set_rng_state(cuda)
-    elif torch.cuda.is_available():
+    if not torch.cuda.is_available():
+        return
+    if cuda is None:
         torch.cuda.manual_seed(torch.initial_seed())
+    else:
+        torch.cuda.set_rng_state(cuda)

@@ -85,8 +85,7 @@ class CallServer:
                 self._carry_out(received)
             received = None
             gc.collect()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+            torch.cuda.empty_cache()  # does nothing where CUDA has not been used
 
     def _load(self, path: str, *surroundings: Any) -> transfer.Received | None:
         self._file = None
