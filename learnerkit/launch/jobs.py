@@ -44,7 +44,8 @@ USES = {
 }
 TO_FILL_IN = {"image": "IMAGE", "instance_type": "INSTANCE_TYPE"}  # what stands in a file that needs the value
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "slurm": {"output": "%x-%j.out"}, "kubeflow": {"image": "IMAGE"}, "sagemaker": {"time": "1-0", **TO_FILL_IN},
+    "slurm": {"output": "%x-%j.out"}, "kubeflow": {"image": "IMAGE"}, "skypilot": {},
+    "sagemaker": {"time": "1-0", **TO_FILL_IN},
 }  # fmt: skip
 LIMITS = {"slurm": "has the time limit of the cluster or of the partition", "sagemaker": "ends after a day"}
 RELIED_ON = {  # what the batch script sets itself, for each option of sbatch that would change it
@@ -75,9 +76,7 @@ def job_text(
     Raises:
         ValueError: a value is not allowed; the message says why.
     """
-    values = {"nodes": 1, **DEFAULTS.get(kind, {})} | {
-        name: value for name, value in options.items() if value is not None
-    }
+    values = {"nodes": 1, **DEFAULTS[kind]} | {name: value for name, value in options.items() if value is not None}
     _check(kind, values)
     if kind == "slurm" and grace > _MOST_GRACE:
         raise ValueError(f"--grace {grace:g}: SLURM ends a job 120 s after its signal; give {_MOST_GRACE} or less")
@@ -138,7 +137,7 @@ def remarks(kind: str, options: Mapping[str, Any]) -> list[str]:
     if kind in LIMITS and options["time"] is None:
         said.append(f"without --time the job {LIMITS[kind]}")
     for name, text in TO_FILL_IN.items():
-        if DEFAULTS.get(kind, {}).get(name) and options[name] is None:
+        if name in DEFAULTS[kind] and options[name] is None:
             said.append(f"without {_option(name)} the file is not complete: write yours in the place of {text}")
     if kind != "slurm":
         said.append("checkpoints need a place that outlives the job's machines; comments in the file say how")
