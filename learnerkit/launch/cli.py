@@ -253,7 +253,8 @@ def parse(argv: Sequence[str] | None, prog: str = "learnerkit.launch") -> Plan |
     own = words[count:]
     try:
         command = choose_command(options.as_module, own) if own or not options.check else []
-        command = DOCTOR if options.check else command
+        if options.check:
+            command = DOCTOR
         check_numbers(options)
         if options.check and options.report:
             raise ValueError("--check does not go with --report, which runs the script; leave one of them out")
@@ -263,7 +264,7 @@ def parse(argv: Sequence[str] | None, prog: str = "learnerkit.launch") -> Plan |
             name = "module or --setup" if unused[0] == "setup" else unused[0].replace("_", "-")
             raise ValueError(f"--{name} goes with --write-job, which writes a job file")
         if options.log_dir:
-            make_folder("--log-dir", options.log_dir)
+            make_log_dir(options.log_dir)
         nodes, place = choose_nodes(options, os.environ)
         nproc, gpus = choose_processes(options.nproc, options.gpus, os.environ, place)
         port = 0 if nodes else free_port(options.master_port or 0)
@@ -288,13 +289,13 @@ def protect_sbatch_values(words: list[str]) -> list[str]:
     return [f" {word}" if before == "--sbatch" else word for before, word in zip(["", *words], words, strict=False)]
 
 
-def make_folder(option: str, folder: Path) -> None:
-    """Make a folder, if it is not there; refuse one that cannot be made."""
+def make_log_dir(folder: Path) -> None:
+    """Make the folder of the ranks' output, if it is not there; refuse one that cannot be made."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise ValueError(f"{option} {folder}: {error.strerror}; name a folder that can be made") from error
+        raise ValueError(f"--log-dir {folder}: {error.strerror}; name a folder that can be made") from error
 
 
 def check_numbers(options: argparse.Namespace) -> None:
@@ -344,9 +345,9 @@ def choose_nodes(
     What the options say goes before what the cluster says.
     """
     least, most = node_counts(options.nnodes)
-    static = {name: value for name in ("node_rank", "master_addr") if (value := getattr(options, name)) is not None}
+    missing = [options.node_rank, options.master_addr].count(None)
     if options.rdzv_endpoint is not None:
-        if static or options.master_port is not None:
+        if missing < 2 or options.master_port is not None:
             raise ValueError("--rdzv-endpoint does not go with --node-rank, --master-addr or --master-port")
         if options.nnodes is None:
             raise ValueError("--rdzv-endpoint needs --nnodes: how many nodes, such as 2, or 1:4")
@@ -355,13 +356,13 @@ def choose_nodes(
         raise ValueError(f"--nnodes {options.nnodes} needs --rdzv-endpoint host:port, as nodes may come and go")
     if options.nnodes is not None and most == 1:
         return None, None
-    if len(static) < 2:
+    if missing:
         place = find_place(options, environ)
         if place is not None:
             return nodes_of(place), place
-        if options.nnodes is None and not static:
+        if options.nnodes is None and missing == 2:
             return None, None
-    if options.nnodes is None or len(static) < 2:
+    if options.nnodes is None or missing:
         raise ValueError("several machines need --nnodes, --node-rank and --master-addr, or --rdzv-endpoint")
     if not 0 <= options.node_rank < most:
         raise ValueError(f"--node-rank {options.node_rank}: give 0 to {most - 1}, another one on each node")
