@@ -261,8 +261,8 @@ def parse(argv: Sequence[str] | None, prog: str = "learnerkit.launch") -> Plan |
         if options.write_job or options.write_sbatch:
             return write_job(options, command, protected[:count])
         if unused := [name for name in ("job_file", *jobs.USES) if getattr(options, name) is not None]:
-            name = "module or --setup" if unused[0] == "setup" else unused[0].replace("_", "-")
-            raise ValueError(f"--{name} goes with --write-job, which writes a job file")
+            name = "--module or --setup" if unused[0] == "setup" else jobs.flag(unused[0])
+            raise ValueError(f"{name} goes with --write-job, which writes a job file")
         if options.log_dir:
             make_log_dir(options.log_dir)
         nodes, place = choose_nodes(options, os.environ)
@@ -418,7 +418,7 @@ def write_job(options: argparse.Namespace, command: list[str], words: list[str])
         raise ValueError("--write-sbatch F is --write-job slurm --job-file F; leave one of them out")
     for name in ("nnodes", "node_rank", "master_addr", "master_port", "rdzv_endpoint"):
         if getattr(options, name) is not None:
-            raise ValueError(f"leave --{name.replace('_', '-')} out: --nodes says how many, and the scheduler the rest")
+            raise ValueError(f"leave {jobs.flag(name)} out: --nodes says how many, and the scheduler the rest")
     kind = options.write_job or "slurm"
     ending, instruction = jobs.KINDS[kind]
     values = {name: getattr(options, name) for name in jobs.USES}

@@ -138,7 +138,7 @@ def remarks(kind: str, options: Mapping[str, Any]) -> list[str]:
         said.append(f"without --time the job {LIMITS[kind]}")
     for name, text in TO_FILL_IN.items():
         if name in DEFAULTS[kind] and options[name] is None:
-            said.append(f"without {_option(name)} the file is not complete: write yours in the place of {text}")
+            said.append(f"without {flag(name)} the file is not complete: write yours in the place of {text}")
     if kind != "slurm":
         said.append("checkpoints need a place that outlives the job's machines; comments in the file say how")
     for folder in {Path(file).parent: None for file in (options["output"], options["error"]) if file}:
@@ -153,7 +153,8 @@ def _json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _option(name: str) -> str:
+def flag(name: str) -> str:
+    """Return an option of the launcher by the name of its value."""
     return f"--{name.replace('_', '-')}"
 
 
@@ -162,10 +163,10 @@ def _check(kind: str, values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         if kind not in USES[name]:
             uses = " or ".join(USES[name])
-            raise ValueError(f"{_option(name)} means nothing for {kind}; it goes with --write-job {uses}")
+            raise ValueError(f"{flag(name)} means nothing for {kind}; it goes with --write-job {uses}")
         for text in value if isinstance(value, list) else [str(value)]:
             if not (text.strip() and text.isprintable()):
-                raise ValueError(f"{_option(name)} {text!r}: give a text without line breaks and control characters")
+                raise ValueError(f"{flag(name)} {text!r}: give a text without line breaks and control characters")
     gpus = str(values.get("gpus_per_node", ""))
     if kind == "skypilot" and gpus.isdecimal():
         raise ValueError(f"--gpus-per-node {gpus}: SkyPilot needs the kind of GPU, too, such as H100:{gpus}")
@@ -197,7 +198,7 @@ def _seconds(kind: str, text: str | None) -> int | None:
 
 def _sbatch_lines(values: Mapping[str, Any]) -> list[str]:
     """Return the lines of a batch script that ask for something."""
-    words = [f"{_option(name)}={shlex.quote(str(values[name]))}" for name in PASSED_ON if name in values]
+    words = [f"{flag(name)}={shlex.quote(str(values[name]))}" for name in PASSED_ON if name in values]
     return [f"#SBATCH {word}" for word in [*words, *map(_sbatch_option, values.get("sbatch", ()))]]
 
 
