@@ -18,10 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
+from torch.utils.serialization import config
 
 from learnerkit.callback import Callback
 from learnerkit.processes.machine import shared_file
 from learnerkit.torch_internals import loader_attributes
+from learnerkit.utils import replaced
 
 _VALUES = frozenset({type(None), bool, int, float, complex, str, bytes, tuple, frozenset})
 """Types of objects whose identity does not matter."""
@@ -77,17 +79,14 @@ def make_pickler(known: Mapping[int, int]) -> Any:
         def save(self) -> tuple[IO[bytes], str]:
             """Save all that has been pickled in a file that exists until it is closed; return the file and its path."""
             file, path = shared_file()
-            checksums = torch.serialization.get_crc32_options()
-            torch.serialization.set_crc32_options(False)  # checksums take half of the time
             try:
                 tensors = [tensor for _, tensor in self._tensors.values()]
-                torch.save([torch.frombuffer(self._buffer.getbuffer(), dtype=torch.uint8), *tensors], file)
+                with replaced(config.save, compute_crc32=False):  # checksums take half of the time
+                    torch.save([torch.frombuffer(self._buffer.getbuffer(), dtype=torch.uint8), *tensors], file)
                 file.flush()
             except BaseException:
                 file.close()
                 raise
-            finally:
-                torch.serialization.set_crc32_options(checksums)
             return file, path
 
     return Pickler()
