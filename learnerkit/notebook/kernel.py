@@ -304,9 +304,11 @@ class Workers:
             ended = p.process.poll() is not None
             for message in p.receive():
                 self._handle(p, *message)
-            if (text := p.read_output()) and not p.rank:
+            text = p.read_output()
+            if p.rank:
+                p.last_lines.extend(text.splitlines())  # kept for the error message if the worker dies
+            elif text:
                 print(text, end="", file=sys.stderr, flush=True)
-            p.last_lines.extend(text.splitlines() if p.rank else ())  # kept for the error message if the worker dies
             if ended:
                 p.kill()
                 self._limit_wait()
