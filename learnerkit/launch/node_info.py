@@ -66,15 +66,12 @@ def topology_of(node: int, infos: list[dict[str, Any]], restarts: int) -> Topolo
     """Return the numbers of one node's ranks, which are counted node by node."""
     machines = [(info["host"], info["address"]) for info in infos]
     distinct = list(dict.fromkeys(machines))
-    here = [info for info, machine in zip(infos, machines, strict=True) if machine == machines[node]]
-
-    def ranks(some: list[dict[str, Any]]) -> int:
-        return sum(info["nproc"] for info in some)
-
+    ranks = [info["nproc"] for info in infos]  # of each node, and then those that are on this node's machine
+    here = [n if machine == machines[node] else 0 for n, machine in zip(ranks, machines, strict=True)]
     return Topology(
-        infos[node]["nproc"], infos[0]["port"], infos[0]["address"], interface_of(infos[node]["address"]),
-        first_rank=ranks(infos[:node]), world_size=ranks(infos),
-        first_local_rank=ranks([info for info in here if info["node"] < node]), local_world_size=ranks(here),
+        ranks[node], infos[0]["port"], infos[0]["address"], interface_of(infos[node]["address"]),
+        first_rank=sum(ranks[:node]), world_size=sum(ranks),
+        first_local_rank=sum(here[:node]), local_world_size=sum(here),
         node=node, nodes=len(infos), machine=distinct.index(machines[node]), machines=len(distinct),
         attempt=max(info["attempt"] for info in infos), restarts=restarts,
     )  # fmt: skip
