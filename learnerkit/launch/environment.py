@@ -64,16 +64,17 @@ def rank_environment(
     env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if gpus is not None:
         env["CUDA_VISIBLE_DEVICES"] = gpus
-    return env | {
-        "RANK": str(topology.first_rank + number),
-        "LOCAL_RANK": str(topology.first_local_rank + number),
-        "WORLD_SIZE": str(topology.world_size),
-        "LOCAL_WORLD_SIZE": str(topology.local_world_size),
-        "GROUP_RANK": str(topology.machine),
-        "GROUP_WORLD_SIZE": str(topology.machines),
+    told = {
+        "RANK": topology.first_rank + number,
+        "LOCAL_RANK": topology.first_local_rank + number,
+        "WORLD_SIZE": topology.world_size,
+        "LOCAL_WORLD_SIZE": topology.local_world_size,
+        "GROUP_RANK": topology.machine,
+        "GROUP_WORLD_SIZE": topology.machines,
         "MASTER_ADDR": topology.address,
-        "MASTER_PORT": str(topology.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store exists already: rank 0, too, only connects to it
-        "TORCHELASTIC_RESTART_COUNT": str(topology.attempt),
-        "TORCHELASTIC_MAX_RESTARTS": str(topology.restarts),
+        "MASTER_PORT": topology.port,
+        "TORCHELASTIC_USE_AGENT_STORE": True,  # the store exists already: rank 0, too, only connects to it
+        "TORCHELASTIC_RESTART_COUNT": topology.attempt,
+        "TORCHELASTIC_MAX_RESTARTS": topology.restarts,
     }
+    return env | {name: str(value) for name, value in told.items()}
