@@ -339,10 +339,10 @@ def gather_pieces(pieces: Iterable[tuple[Any, Tensor]], on: str = "all") -> list
     if not _has_peers("gather_pieces"):
         return [tensor for _, tensor in pieces]
     # The pieces are cloned: a row cut from a matrix may be "contiguous" with strides that cannot be viewed as bytes.
-    tensors = [tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for _, tensor in pieces]
+    pieces = [(place, t.detach().cpu().clone(memory_format=torch.contiguous_format)) for place, t in pieces]
     # Bytes are sent, so that one exchange serves every type; shorter ranks pad to the longest.
-    load = torch.cat([t.reshape(-1).view(torch.uint8) for t in tensors]) if tensors else torch.empty(0).byte()
-    labels = all_gather([(place, t.shape, t.dtype, t.nbytes) for (place, _), t in zip(pieces, tensors, strict=True)])
+    load = torch.cat([torch.empty(0).byte(), *(t.reshape(-1).view(torch.uint8) for _, t in pieces)])
+    labels = all_gather([(place, t.shape, t.dtype, t.nbytes) for place, t in pieces])
     sizes = [[size for *_, size in label] for label in labels]
     padded = _wire(_padded(load, list(map(sum, sizes))))
     loads = [torch.empty_like(padded) for _ in sizes]
