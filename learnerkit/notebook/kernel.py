@@ -87,12 +87,12 @@ def distrib_ctx(learn: "Learner", nproc: int | None = None, **kwargs: Any) -> Ab
     if front:
         on_cpu = learn.dls.device.type == "cpu"
         count = 0 if on_cpu else torch.accelerator.device_count()
-        if nproc is not None and not on_cpu and nproc > count:
+        nproc = count if nproc is None else nproc
+        if not on_cpu and nproc > count:
             raise ValueError(
                 f"got nproc={nproc}, and there are {count} accelerators, of which each process needs one; for "
                 "processes on the CPU make the DataLoaders with device='cpu'"
             )
-        nproc = count if nproc is None else nproc
         if nproc > 1:
             return Workers(learn, nproc, kwargs, front)
     if multiprocessing.parent_process() is not None and not distributed.is_joined() and "RANK" not in os.environ:
