@@ -192,11 +192,10 @@ class Output:
         if self.folder is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
             if not tee and not quiet:
-                one = self.log(topology.first_rank) if topology.nproc == 1 else None
-                say(f"output goes to {one or self.folder / 'rank-*.log'}")
+                say(f"output goes to {self.log(topology.first_rank if topology.nproc == 1 else '*')}")
 
-    def log(self, number: int) -> Path | None:
-        """Return the file of a rank."""
+    def log(self, number: int | str) -> Path | None:
+        """Return the file of a rank, or for '*' the pattern of all files."""
         return self.folder and self.folder / f"rank-{number}.log"
 
     def start(self, number: int, command: list[str], **options: Any) -> subprocess.Popen[bytes]:
