@@ -249,8 +249,9 @@ class Output:
         self._ended.set()
         self._shown = time.monotonic()
         while any(thread.is_alive() for thread in self._threads):
-            if asked := [signum for signum in signals(POLL_SECONDS) if signum in ENDING_SIGNALS]:
-                return asked[0]
+            for signum in signals(POLL_SECONDS):
+                if signum in ENDING_SIGNALS:
+                    return signum
             if not self._terminal.locked() and time.monotonic() > self._shown + KILL_SECONDS:
                 break
         return None
