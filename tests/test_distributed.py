@@ -7,6 +7,7 @@ import signal
 import socket
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -152,6 +153,10 @@ def test_collectives_combine_the_values_of_all_ranks():
     whole = distributed.gather_pieces(pieces)
     assert [t.shape[0] for t in whole] == [i % 3 for i in range(7)]
     assert (distributed.gather_pieces(pieces, "rank0") is not None) == (rank == 0)
+    entered = []
+    with distributed.around_collectives(lambda: nullcontext(entered.append("once"))):
+        distributed.gather_pieces(pieces)
+    assert len(entered) == 2  # the shapes, and the bytes
     assert not distributed.same_everywhere(rank)
     assert distributed.same_everywhere([1, 2])
     distributed.barrier()

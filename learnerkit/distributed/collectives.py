@@ -346,12 +346,13 @@ def gather_pieces(pieces: Iterable[tuple[Any, Tensor]], on: str = "all") -> list
     sizes = [[size for *_, size in label] for label in labels]
     padded = _wire(_padded(load, list(map(sum, sizes))))
     loads = [torch.empty_like(padded) for _ in sizes]
-    if on == "all":
-        dist.all_gather(loads, padded)
-    else:
-        dist.gather(padded, loads if is_main() else None, dst=0)
-        if not is_main():
-            return None
+    with _explained("gather_pieces"):
+        if on == "all":
+            dist.all_gather(loads, padded)
+        else:
+            dist.gather(padded, loads if is_main() else None, dst=0)
+    if on != "all" and not is_main():
+        return None
     gathered = []
     for label, lengths, received in zip(labels, sizes, loads, strict=True):
         parts = received[: sum(lengths)].cpu().split(lengths)

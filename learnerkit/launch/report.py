@@ -58,9 +58,9 @@ class Rank:
 def failure(rank: Rank, topology: Topology) -> Outcome:
     """Return the outcome of an attempt that this rank's failure ends, in words for the other nodes."""
     error, code = rank.report.error, rank.code or 0
-    how = how_it_ended(rank)
+    how = how_it_ended(rank).rstrip(",")
     text = f"rank {rank.number} {how}" + (f": {error}" if error else "")
-    cause = error or how.rstrip(",")
+    cause = error or how
     return Outcome("failed", topology.node, code if code >= 0 else 128 - code, text, rank.number, cause, rank.location)
 
 

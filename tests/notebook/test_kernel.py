@@ -33,6 +33,8 @@ from torch import nn
 from torch.utils.data import Dataset
 from typing import NamedTuple
 from learnerkit import *
+from learnerkit.callbacks.schedule import SchedCos
+from learnerkit.utils import unwrap
 
 
 class Item(NamedTuple):
