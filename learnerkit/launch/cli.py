@@ -142,10 +142,17 @@ class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse the arguments; for an unknown option, name the nearest one, and say where those of a script stand."""
+        """Parse the arguments; for an unknown option, name the nearest one, and say where those of a script stand.
+
+        As with torchrun, underscores may stand for the dashes inside an option's name.
+        """
         options, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            name = unknown[0].partition("=")[0]
+            name, equals, value = unknown[0].partition("=")
+            dashed = name.replace("_", "-")
+            if dashed != name and dashed in self._option_string_actions:
+                at = args.index(unknown[0])  # the first one, as all behind the script belongs to it
+                return self.parse_args([*args[:at], dashed + equals + value, *args[at + 1 :]], namespace)
             hint = did_you_mean(name, self._option_string_actions, cutoff=0.75)  # The dashes make all names alike.
             if getattr(options, "command", None) and not getattr(options, "check", False):
                 hint += f"; arguments of the script stand behind it, as in: script.py {name}"

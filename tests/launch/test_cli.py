@@ -105,11 +105,18 @@ def no_gpu(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("options", "nproc"), [([], 1), (["--nproc", "3"], 3), (["--nproc-per-node", "2"], 2), (["-n", "4"], 4)]
+    ("options", "nproc"),
+    [
+        ([], 1),
+        (["--nproc", "3"], 3),
+        (["--nproc-per-node", "2"], 2),
+        (["-n", "4"], 4),
+        (["--max_restarts=0", "--nproc_per_node", "2"], 2),
+    ],
 )
 @pytest.mark.parametrize("separator", [[], ["--"]])
 def test_what_follows_the_script_is_its_own(no_gpu, options, nproc, separator):
-    own = ["--nproc", "5", "-m", "x", "--", "--gpus", "-u", "-h", "--grace", "--np=1", ""]
+    own = ["--nproc", "5", "-m", "x", "--", "--gpus", "-u", "-h", "--max_restarts", "--np=1", ""]
     told = not options
     assert parse([*options, *separator, __file__, *own]) == Plan(Job([__file__, *own], nproc), told=told)
     assert parse([*options, "-u", "--grace", "1.5", "-m", "pkg.mod", *own]) == Plan(
