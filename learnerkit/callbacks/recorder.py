@@ -51,15 +51,12 @@ class LossMeter(WeighedScalars):
             loss, count = 0.0, 0
         self.cancelled.append(cancelled)
         # On the CPU the number is read at once, which is faster than keeping the tensor.
-        self.values.append(loss.item() if type(loss) is Tensor and loss.is_cpu else loss)
-        self.weights.append(count)
+        self.append(loss.item() if type(loss) is Tensor and loss.is_cpu else loss, count)
         if learn.batch_size:
             self.steps = len(self.cancelled)
         if self.parts:
             for name, (value, n) in counted_parts(learn).items():
                 self.parts[name].append(value, n)
-        if not learn.iter % 1024:  # otherwise they would pile up on the device
-            self.poll()
 
     def on_host(self) -> list[float | None]:
         """Return the losses that have arrived on the host, `None` where nothing was counted; never waits."""
