@@ -200,7 +200,7 @@ class Evaluation:
         if not self.meters:
             return []
         if not (distributed.reduce(self.batches) if self.sharded else self.batches):
-            return [float("nan")] * sum(len(meter.columns) for meter in self.meters)
+            return [math.nan] * sum(len(meter.columns) for meter in self.meters)
         self._begin()  # This rank may have no data.
         values = [value for meter in self.meters for value in meter.row(self.sharded)]
         check_columns(self.meters)
@@ -224,10 +224,10 @@ class Evaluation:
             meter.load_state_dict(state)
 
 
-def _facts(learn: "Learner") -> tuple[Any, Any, str | None]:
-    "Return the arguments of `make_meters` for a learner: its loss, its classes, and the kind of its targets."
+def _meters(metrics: Any, learn: "Learner") -> list[Meter]:
+    "Make the meters of metrics for a learner's loss, its classes, and the kind of its targets."
     loss_func = weighting_of(learn).own if learn.loss_func is None else learn.loss_func
-    return loss_func, learn.dls.classes, learn.dls.targets
+    return make_meters(metrics, loss_func, learn.dls.classes, learn.dls.targets)
 
 
 class Validation(Callback):
@@ -244,7 +244,7 @@ class Validation(Callback):
         others = [cb for cb in learn.cbs if isinstance(cb, Validation) and cb is not self]
         # A fit or another validation that is going on may use the metrics themselves, so these are copies.
         metrics = copy.deepcopy(learn.metrics) if learn._in_fit or others else learn.metrics
-        self._evaluation = Evaluation(make_meters(metrics, *_facts(learn)), learn)
+        self._evaluation = Evaluation(_meters(metrics, learn), learn)
 
     def after_batch(self) -> None:
         self._evaluation.update(self.learn)
@@ -456,8 +456,8 @@ class Recorder(Callback):
         self._start()
         metrics = self.learn.metrics
         # Copies in training, because validation needs the metrics' states for itself.
-        self._train_meters = make_meters(copy.deepcopy(metrics), *_facts(self.learn)) if self.train_metrics else []
-        self._valid_meters = make_meters(metrics, *_facts(self.learn)) if self.valid_metrics else []
+        self._train_meters = _meters(copy.deepcopy(metrics), self.learn) if self.train_metrics else []
+        self._valid_meters = _meters(metrics, self.learn) if self.valid_metrics else []
         declared = dict.fromkeys(name for cb in self.learn.cbs for name in cb.logs)
         self.metric_names = ["epoch", *self._names(), *declared, *(["time"] if self.add_time else [])]
         self._start_epoch()  # here too: an epoch may be cancelled before this callback's `before_epoch`
@@ -570,7 +570,7 @@ class Recorder(Callback):
         self._in_epoch = False
         if self._train.loss.parts:
             return self._train.mean_loss()
-        return sum(totals) / sum(counts) if sum(counts) else float("nan")
+        return weighted_mean(sum(totals), sum(counts), sharded=False)
 
     def _tell_not_finite(self, losses: Sequence[float | None]) -> None:
         """Say once in a fit which loss was the first that is not finite; `losses` are those of this epoch."""
@@ -660,18 +660,16 @@ class Recorder(Callback):
             return None
         if ax is None:
             ax = pyplot("plot_loss").subplots()[1]
-        losses = []
+        losses: list[float] = []
         valid = []
         ends = []
-        before = 0
         fits: list = [*(self.history if all_fits else []), self]
         for fit in fits:
             if "valid_loss" in fit.metric_names:
                 column = fit.metric_names.index("valid_loss") - 1
                 valid += [row[column] for row in fit.values]
-                ends += [before + i for i in fit.iters]
+                ends += [len(losses) + i for i in fit.iters]
             losses += fit.losses
-            before = len(losses)
         skip = min(skip_start, max(0, len(losses) - 2))
         ax.plot(range(skip + 1, len(losses) + 1), losses[skip:], label="train (smoothed)")
         if with_valid and valid:
