@@ -44,7 +44,7 @@ class _Averaging(Callback):
         self._own: dict[str, Tensor] = {}  # the tensors to average, once training has begun
         self._average: dict[str, Tensor] = {}  # their averages
         self._loaded: dict[str, Tensor] = {}  # averages of a checkpoint that was loaded before that
-        self._groups: list[tuple[list[Tensor], list[Tensor]]] = []  # (averages, tensors) by device and dtype
+        self._groups: dict[tuple, tuple[list[Tensor], list[Tensor]]] = {}  # (averages, tensors) by device and dtype
         self._copies: list[tuple[Tensor, Tensor]] = []  # (tensor, average) if they do not share memory
         self._kept: list[tuple[Tensor, Tensor]] | None = None  # the weights, while the model has the average
         self._users = 0  # how many nested validations and saves use the average in the model
@@ -72,7 +72,6 @@ class _Averaging(Callback):
 
     def _begin(self) -> None:
         "Begin with the values of the tensors, or with those of a checkpoint."
-        by_kind: dict[tuple, tuple[list[Tensor], list[Tensor]]] = {}
         for name, (t, home) in {} if self._own else self._chosen().items():
             self._own[name] = t
             # In half precision small changes of an average would be lost.
@@ -81,10 +80,10 @@ class _Averaging(Callback):
             if local(average).data_ptr() != local(home).data_ptr():
                 self._copies.append((local(home), local(average)))
             if t.is_floating_point() or t.is_complex():
-                averages, own = by_kind.setdefault((average.device, average.dtype, t.device, t.dtype), ([], []))
+                kinds = (average.device, average.dtype), (t.device, t.dtype)
+                averages, own = self._groups.setdefault(kinds, ([], []))
                 averages.append(local(average))
                 own.append(local(t))
-        self._groups = self._groups or list(by_kind.values())
         for name, value in self._loaded.items():
             put(self._average[name], value)
         self._loaded = {}
@@ -97,10 +96,8 @@ class _Averaging(Callback):
     @torch.no_grad()
     def _update(self, average: Callable) -> None:
         "Update the average with the current weights. No host-device sync."
-        for averages, own in self._groups:
-            first, other = averages[0], own[0]
-            is_alike = (first.device, first.dtype) == (other.device, other.dtype)
-            average(averages, own if is_alike else [t.to(first) for t in own], self.n_averaged)
+        for (kind, own_kind), (averages, own) in self._groups.items():
+            average(averages, own if own_kind == kind else [t.to(*kind) for t in own], self.n_averaged)
         self.n_averaged += 1
 
     # Where the average is used
