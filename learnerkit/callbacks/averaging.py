@@ -236,7 +236,11 @@ class EMA(_Averaging):
         if self.learn.task in ("validate", "predict"):
             return
         self.n_averaged = 0
-        self._take_target(unwrap(self.learn.model if self.of is None else self.of), unwrap(self.module))
+        self._take_target(self._source(), unwrap(self.module))
+
+    def _source(self) -> nn.Module:
+        "Return the module that is averaged."
+        return unwrap(self.learn.model if self.of is None else self.of)
 
     @collective
     def _take_target(self, source: nn.Module, target: nn.Module) -> None:
@@ -268,7 +272,7 @@ class EMA(_Averaging):
         return {name: t.detach() for name, t in named if t not in known}
 
     def _chosen(self) -> dict[str, tuple[Tensor, Tensor]]:
-        source = unwrap(self.learn.model if self.of is None else self.of)
+        source = self._source()
         named: dict[str, Tensor] = dict(source.named_parameters())
         if self.module is None:
             named |= dict(source.named_buffers())
@@ -353,8 +357,7 @@ class EMA(_Averaging):
 
         The averages of buffers are this rank's own, as each rank computes its buffers from its own data.
         """
-        owner = self.of if self.module is None else self.module
-        parameters = dict(unwrap(self.learn.model if owner is None else owner).named_parameters())
+        parameters = dict((self._source() if self.module is None else unwrap(self.module)).named_parameters())
         if self.module is None:
             begun = self._steps > self.start  # Until then only buffers have an average of their own.
             average = {n: t for n, t in (self._average or self._loaded).items() if begun or n not in parameters}
