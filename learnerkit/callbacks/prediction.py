@@ -227,8 +227,6 @@ def predicted(learn: "Learner", n: int, act: TensorFunction | None) -> list[Pred
 
 def _each(part: Any, n: int) -> Sequence:
     "Split a model's output for a batch of `n` samples into an output for a batch of one for each sample."
-    if isinstance(part, Tensor) and part.ndim and len(part) == n:
-        return part.split(1)
     part = with_rows(part, n, True)
     if isinstance(part, Rows):
         return [part[i : i + 1] for i in range(n)]
@@ -369,15 +367,16 @@ def per_sample(loss_func: Any) -> Callable[..., Tensor]:
     Raises:
         ValueError: it does not take `reduction`.
     """
-    if hasattr(unwrap_partial(loss_func), "reduction"):
+    inner = unwrap_partial(loss_func)
+    if hasattr(inner, "reduction"):
 
         def losses(*args: Any, **kwargs: Any) -> Tensor:
-            with replaced(unwrap_partial(loss_func), reduction="none"):
+            with replaced(inner, reduction="none"):
                 return loss_func(*args, **kwargs)
 
         return losses
     try:
-        takes_reduction = "reduction" in signature(unwrap_partial(loss_func)).parameters
+        takes_reduction = "reduction" in signature(inner).parameters
     except (TypeError, ValueError):
         takes_reduction = False
     if not takes_reduction:
