@@ -98,7 +98,7 @@ def _recomputed(module: nn.Module, forward: Callable, *args: Any, **kwargs: Any)
         first = next(times) == 0
         return run(*(v if first or isinstance(v, Tensor) else _copied(x) for v, x in zip(values, then, strict=True)))
 
-    return checkpoint(again, *values, use_reentrant=False, context_fn=partial(_contexts, module))
+    return checkpoint(again, *values, use_reentrant=False, context_fn=lambda: (nullcontext(), _AsBefore(module)))
 
 
 def _copied(x: Any) -> Any:
@@ -106,10 +106,6 @@ def _copied(x: Any) -> Any:
     if type(x) is dict:
         return {key: _copied(value) for key, value in x.items()}
     return type(x)(map(_copied, x)) if type(x) in (list, tuple) else x
-
-
-def _contexts(module: nn.Module) -> tuple[Any, Any]:
-    return nullcontext(), _AsBefore(module)
 
 
 class _AsBefore:
