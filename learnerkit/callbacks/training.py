@@ -216,7 +216,6 @@ class MCDropout(Callback):
 
     def __init__(self) -> None:
         self._left_on: list[nn.Module] = []
-        self._fast = torch.backends.mha.get_fastpath_enabled()
 
     def before_validate(self) -> None:
         self._fast = torch.backends.mha.get_fastpath_enabled()
