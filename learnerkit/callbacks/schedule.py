@@ -203,7 +203,8 @@ class ParamScheduler(Callback):
         if learn.n_steps is None:
             arguments.check_length(learn.dls.train, "a schedule")
         by_name = {name: optim.for_each(learn.opt, sched) for name, sched in self.scheds.items()}
-        by_name |= {name: optim.settled(learn, scheds) for name, scheds in by_name.items() if name == "lr"}
+        if "lr" in by_name:
+            by_name["lr"] = optim.settled(learn, by_name["lr"])
         self._by_opt = [
             {name: scheds[i] for name, scheds in by_name.items() if scheds[i] is not None}
             for i in range(len(learn.opts))
@@ -336,8 +337,7 @@ class TorchScheduler(Callback):
         for made in self._schedulers:
             if not hasattr(made, "step"):
                 raise TypeError(f"TorchScheduler's function made {made!r}; it returns a scheduler: {_EXAMPLE}")
-        plateau = any(isinstance(scheduler, TorchPlateau) for scheduler in self._schedulers)
-        if plateau and self.monitor is None:
+        if self.monitor is None and any(isinstance(scheduler, TorchPlateau) for scheduler in self._schedulers):
             raise ValueError(
                 "torch's ReduceLROnPlateau steps by a value: TorchScheduler(..., step='epoch', monitor='valid_loss')"
             )
