@@ -63,22 +63,21 @@ class LossMeter(WeighedScalars):
         return [loss if n else None for loss, n in zip(self.values.poll(), self.weights.poll(), strict=False)]
 
     @collective
-    def totals(self, sums: bool, sharded: bool) -> tuple[list[float], list[float], list[bool]]:
-        """Return total losses, counts and cancels of each batch; if `sharded`, of each step over all ranks."""
+    def totals(self, sums: bool, sharded: bool) -> list[list[float]]:
+        """Return total losses, counts, and how many were not cancelled, of each batch; if `sharded`, of each step."""
         pairs = self.pairs()
         counts = [n for _, n in pairs]
         # Where the count is 0 the loss may be the mean of nothing, a NaN.
         totals = [(loss if sums else loss * n) if n else 0.0 for loss, n in pairs]
+        begun: list[float] = [not cancelled for cancelled in self.cancelled]
         if sharded:
             # A rank that has left training early, or whose data have ended, lacks the last steps. Where those of all
             # have ended, an accumulated step may have gone on. Every rank must reach this.
             n = distributed.reduce(self.steps, "max")
             steps = torch.zeros(3, n, dtype=torch.float64)
-            begun = [not cancelled for cancelled in self.cancelled]
             steps[:, : len(counts)] = torch.tensor([totals, counts, begun], dtype=torch.float64)[:, :n]
-            totals, counts, begun = distributed.reduce(steps).tolist()
-            return totals, counts, [not ranks for ranks in begun]
-        return totals, counts, self.cancelled
+            return distributed.reduce(steps).tolist()
+        return [totals, counts, begun]
 
     def state_dict(self) -> State:
         """Return the losses and counts of this rank. A host-device sync."""
@@ -559,14 +558,13 @@ class Recorder(Callback):
     def _train_loss(self) -> float:
         """Replace this epoch's values in `losses` by those of all ranks, and return their mean."""
         sums = self._train.weighting.sums
-        totals, counts, cancelled = self._train.loss.totals(sums, self._train.sharded)
+        totals, counts, begun = self._train.loss.totals(sums, self._train.sharded)
         steps = [(total if sums else total / n) if n else None for total, n in zip(totals, counts, strict=True)]
         self._tell_not_finite(steps)
-        recorded = [not each for each in cancelled]  # Steps that all ranks have cancelled are not recorded.
-        self._smooth.close(list(compress(steps, recorded)))
+        self._smooth.close(list(compress(steps, begun)))  # Steps that all ranks have cancelled are not recorded.
         lrs = self.lrs[self._first_batch :]
         lrs += self.lrs[-1:] * (len(steps) - len(lrs))  # This rank may have left early, or late.
-        self.lrs[self._first_batch :] = compress(lrs, recorded)
+        self.lrs[self._first_batch :] = compress(lrs, begun)
         self._in_epoch = False
         if self._train.loss.parts:
             return self._train.mean_loss()
