@@ -526,15 +526,13 @@ class _Statistics(Callback):
     @collective
     def after_validate(self) -> None:
         counts = [norm.num_batches_tracked for norm in self.norms]
+        means = [torch.stack((norm.running_mean, norm.running_var)) for norm in self.norms]
         if self.learn.n_ranks > 1:
-            sums = [torch.stack((n.running_mean, n.running_var)).double() * n.num_batches_tracked for n in self.norms]
-            sizes = [t.numel() for t in sums]
-            total = distributed.reduce(torch.cat([*(t.flatten() for t in sums), torch.stack(counts).double()]))
-            *parts, totals = total.split([*sizes, len(counts)])
+            sums = [mean.double().flatten() * count for mean, count in zip(means, counts, strict=True)]
+            total = distributed.reduce(torch.cat([*sums, torch.stack(counts).double()]))
+            *parts, totals = total.split([*map(len, sums), len(counts)])
             counts = [count.to(torch.long) for count in totals]
             means = [(part / count).view(2, -1) for part, count in zip(parts, counts, strict=True)]
-        else:
-            means = [torch.stack((norm.running_mean, norm.running_var)) for norm in self.norms]
         self.found = [
             {"running_mean": mean, "running_var": var, "num_batches_tracked": count.clone()} if count else {}
             for (mean, var), count in zip(means, counts, strict=True)
