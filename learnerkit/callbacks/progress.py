@@ -185,9 +185,14 @@ class NotebookPage:
             self._lines = list(self.names), [], []
         _, made, plain = self._lines
         for row in self.rows[len(made) :]:
-            cells = row if isinstance(row, str) else [row.get(name, "") for name in self.names]
-            made.append(self._html_line(cells))
-            plain.append(cells if isinstance(cells, str) else format_row(self.names, cells))
+            if isinstance(row, str):
+                columns = len(self.names)
+                made.append(f'<tr><td colspan="{columns}" style="text-align: left">{html.escape(row)}</td></tr>')
+                plain.append(row)
+            else:
+                cells = [row.get(name, "") for name in self.names]
+                made.append(_html_row(cells, '<td style="text-align: right">', "</td>"))
+                plain.append(format_row(self.names, cells))
         return made, plain
 
     def _html(self) -> str:
@@ -206,11 +211,6 @@ class NotebookPage:
                 f'<span style="font-family: monospace">{text}</span></div>'
             )
         return "\n".join(lines)
-
-    def _html_line(self, row: list | str) -> str:
-        if isinstance(row, str):
-            return f'<tr><td colspan="{len(self.names)}" style="text-align: left">{html.escape(row)}</td></tr>'
-        return _html_row(row, '<td style="text-align: right">', "</td>")
 
     def _text(self) -> str:
         head = [format_row(self.names, self.names)] if self.names else []
