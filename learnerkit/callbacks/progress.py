@@ -191,15 +191,14 @@ class NotebookPage:
                 plain.append(row)
             else:
                 cells = [row.get(name, "") for name in self.names]
-                made.append(_html_row(cells, '<td style="text-align: right">', "</td>"))
+                made.append(_html_row(cells, "td"))
                 plain.append(format_row(self.names, cells))
         return made, plain
 
     def _html(self) -> str:
         lines, bar = [], self.bar
         if self.names:
-            cells = '<th style="text-align: right">', "</th>"
-            lines.append("<table><thead>" + _html_row(self.names, *cells) + "</thead><tbody>")
+            lines.append("<table><thead>" + _html_row(self.names, "th") + "</thead><tbody>")
             lines += self._made()[0]
             lines.append("</tbody></table>")
         if bar is not None:
@@ -246,5 +245,6 @@ class ShowGraphCallback(Callback):
             self._handle.update(figure)
 
 
-def _html_row(cells: list, start: str, end: str) -> str:
-    return "<tr>" + "".join(start + html.escape(format_value(cell)) + end for cell in cells) + "</tr>"
+def _html_row(cells: list, tag: str) -> str:
+    values = (html.escape(format_value(cell)) for cell in cells)
+    return "<tr>" + "".join(f'<{tag} style="text-align: right">{value}</{tag}>' for value in values) + "</tr>"
