@@ -78,16 +78,16 @@ class TrackerCallback(NamedState):
         if less == more:
             raise ValueError(f"got comp={comp!r}, which prefers neither 0 to 1 nor 1 to 0, or both; {_COMP}")
         self._sign = -1 if less else 1
-        self.best, self.new_best = -self._sign * math.inf, False
+        self._worst = -self._sign * math.inf
+        self.best, self.new_best = self._worst, False
         self._rows = self._rows_with_column = 0
 
     def before_fit(self) -> None:
         check_monitor(self.learn, self.monitor)
         if self.reset_on_fit:
-            self.best = -self._sign * math.inf
+            self.best = self._worst
         self.new_best = False
-        self._rows = 0
-        self._rows_with_column = 0
+        self._rows = self._rows_with_column = 0
 
     @collective
     def after_epoch(self) -> None:
@@ -225,7 +225,7 @@ class SaveModelCallback(TrackerCallback):
                     f"{file} is not there any more, with the best model of before ({self.monitor} {self.best:.6g}): "
                     "the best is that of the rows to come"
                 )
-            self._best_path, self.best = None, -self._sign * math.inf
+            self._best_path, self.best = None, self._worst
 
     @collective
     def _load_best(self, path: AnyPath) -> None:
