@@ -6,7 +6,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from itertools import compress, zip_longest
 from types import SimpleNamespace
 from typing import Any
@@ -163,30 +163,26 @@ class Evaluation:
                 if not weighting.by_rows and isinstance(meter.metric, AccumMetric):  # it joins batches
                     given, _, yb = learn.dls.samples_first(pred, (), yb, learn.batch_size)
                 rows = weighting.rows(given, yb, learn.batch_size)
-                with self._refusing_collectives(meter):
+                if self.sharded and self.batches == 1:  # at every batch the checks would take time
+                    self._checked_update(meter, learn._batch_index, rows, given, yb)
+                else:
                     meter.update(learn._batch_index, rows, given, yb)
-                    if weighting.by_rows:
-                        self._check_cut(meter, rows, given, yb)
             except Exception as e:
                 explain_metric(e, meter.name, pred, learn.yb)
                 raise
 
-    def _check_cut(self, meter: Meter, rows: int, pred: Any, yb: tuple) -> None:
-        """Warn if the first batch shows that a metric depends on how samples are cut into batches."""
-        if self.sharded and self.batches == 1 and distributed.is_main() and meter.depends_on_cut(rows, pred, yb):
-            distributed.warn_once(
-                f"metric {meter.name!r} {DEPENDS_ON_CUT}, and several ranks cut them otherwise than one process does: "
-                "let it be a mean over samples, count samples rather than batches, or take AccumMetric, which gets all "
-                "predictions at once"
-                " (errors.html#metric-ranks)"
-            )
-
-    def _refusing_collectives(self, meter: Meter) -> AbstractContextManager:
-        """Return a context that refuses collectives in the first update; in every one it would take time."""
-        if not self.sharded or self.batches > 1:
-            return nullcontext()
+    def _checked_update(self, meter: Meter, place: int, *batch: Any) -> None:
+        """Add a batch to a metric; refuse collectives, and warn if the metric depends on how samples are cut."""
         why = "ranks may have different numbers of batches; update with the batch alone, all ranks are combined later"
-        return distributed.no_collectives(f"the metric {meter.name!r}", why)
+        with distributed.no_collectives(f"the metric {meter.name!r}", why):
+            meter.update(place, *batch)
+            if self.weighting.by_rows and distributed.is_main() and meter.depends_on_cut(*batch):
+                distributed.warn_once(
+                    f"metric {meter.name!r} {DEPENDS_ON_CUT}, and several ranks cut them otherwise than one process "
+                    "does: let it be a mean over samples, count samples rather than batches, or take AccumMetric, "
+                    "which gets all predictions at once"
+                    " (errors.html#metric-ranks)"
+                )
 
     @collective
     def mean_loss(self) -> float:
