@@ -488,7 +488,7 @@ class Recorder(Callback):
         if not learn.training:
             self._valid.update(learn)
         elif learn.loss is not None or learn.n_ranks > 1:  # ranks must agree on the number of steps
-            (self._train if self._train_meters else self._train.loss).update(learn)
+            self._train.update(learn)
             for name, (part, n) in counted_parts(learn).items() if learn.loss_func is None else ():
                 self.log_metric(name, part, n)
             lr = self._last_opt.param_groups[-1]["lr"]
