@@ -113,15 +113,14 @@ class _AsBefore:
 
     def __init__(self, module: nn.Module) -> None:
         self.buffers = {b: b.detach().clone() for b in module.buffers()}
-        self.then = {m: dict(vars(m)) for m in module.modules()}
-        self.named = {m: dict(m._buffers) for m in self.then}
+        self.then = {m: vars(m) | {"_buffers": dict(m._buffers)} for m in module.modules()}
         self.now: list[dict[nn.Module, dict[str, Any]]] = []
 
     def __enter__(self) -> None:
         self.now.append({m: dict(vars(m)) for m in self.then})
         copies = {b: kept.clone() for b, kept in self.buffers.items()}  # the graph may be used again
         for m, attributes in self.then.items():
-            named = {name: b if b is None else copies[b] for name, b in self.named[m].items()}
+            named = {name: b if b is None else copies[b] for name, b in attributes["_buffers"].items()}
             _put(m, attributes | {"_buffers": named})
 
     def __exit__(self, *error: object) -> None:
