@@ -186,7 +186,7 @@ class MixedPrecision(Callback):
     def load_state_dict(self, state: State) -> None:
         """Restore the scale."""
         self.skipped = state["skipped"]
-        if self.scaler is not None and state["scaler"] and self.scaler.is_enabled():
+        if self.scaler is not None and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
 
     def take_scale(self, shared: Callable[[dict[str, Any]], dict[str, Any]] = itself) -> None:
