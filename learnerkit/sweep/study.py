@@ -15,7 +15,6 @@ import math
 import os
 import socket
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -218,7 +217,7 @@ class Study:
                 raise ConfigError(f"sampler: it cannot draw values ({in_one_line(error)})") from error
             lock = try_lock(self._running(trial.number))
             self._own.add(trial.number)
-            number = [number for number, _ in numbered(self._trials())][trial.number]
+            number = numbers_of(self._trials())[trial.number]
             attempt = trial.user_attrs.get("again", {}).get("attempt", 0)
             trial.set_user_attr("place", f"{socket.gethostname()} {place}".strip())
             return Run(number, trial.number, trial._trial_id, attempt, trial.params, lock)
@@ -263,7 +262,7 @@ class Study:
 
     def _run_again(self, trial: Any, kills: bool) -> None:
         """Plan to run the values of a trial again, unless this is planned already, or it was killed too often."""
-        numbers = [number for number, _ in numbered(self._trials())]
+        numbers = numbers_of(self._trials())
         number, before = numbers[trial.number], trial.user_attrs.get("again", {})
         again = {"number": number, "attempt": before.get("attempt", 0) + 1, "kills": before.get("kills", 0) + kills}
         if number not in numbers[trial.number + 1 :] and again["kills"] <= self.config.retries:
@@ -306,13 +305,14 @@ class Study:
         return 0 < self.config.total <= len(rows) and all(row.state not in ("running", "waiting") for row in rows)
 
 
-def numbered(trials: list[Any]) -> Iterator[tuple[int, Any]]:
-    """Give Optuna's trials the numbers that are shown: one that is run again keeps its number."""
-    count = 0
+def numbers_of(trials: list[Any]) -> list[int]:
+    """Return the numbers by which Optuna's trials are shown: one that is run again keeps its number."""
+    numbers, count = [], 0
     for trial in trials:
         again = trial.user_attrs.get("again")
-        yield (again["number"] if again else count), trial
+        numbers.append(again["number"] if again else count)
         count += not again
+    return numbers
 
 
 def try_lock(path: Path, wait: bool = True) -> int:
@@ -332,7 +332,8 @@ _STATES = {"WAITING": "waiting", "RUNNING": "running", "COMPLETE": "complete", "
 def rows_of(study: Any) -> list[Row]:
     """Return the trials of an Optuna study, those that were run again as one."""
     rows: dict[int, Row] = {}
-    for number, trial in numbered(study.get_trials(deepcopy=False)):
+    trials = study.get_trials(deepcopy=False)
+    for number, trial in zip(numbers_of(trials), trials, strict=True):
         before = rows.get(number)
         row = rows[number] = Row(number, _STATES[trial.state.name], trial.params)
         row.place = trial.user_attrs.get("place", "")
