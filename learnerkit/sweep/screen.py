@@ -33,6 +33,8 @@ class Screen:
         )
         self._said: dict[int, tuple[str, int]] = {}  # the state and the attempt of each trial that were shown last
         self._best: Row | None = None
+        self._titles = ["", "trial", *config.parameters, "epoch", config.metric]
+        self._widths = [1, 5, *(max(9, columns(name)) for name in config.parameters), 5, max(9, columns(config.metric))]
         self._began = self._printed = time.monotonic()
         self._header = True
 
@@ -55,12 +57,11 @@ class Screen:
             if now == before or not (ended or row.attempt > before[1]):
                 continue
             self._said[row.number] = now
-            if row.state == "complete" and self._is_best(row):
-                self._best = row
-            lines.append(self._line(row, marked=row is self._best) if ended else self._line(row, again=True))
+            self._best = best_of([each for each in (self._best, row) if each is not None], self.config.maximize)
+            lines.append(self._line(row, again=not ended))
         if lines and self._header:
             self._header = False
-            lines.insert(0, self._names())
+            lines.insert(0, self._join(self._titles, "GPU", "time", "state"))
         if self._bar.disable and not lines and time.monotonic() > self._printed + SILENT_SECONDS:
             lines = [self.summary(rows)]
         self._print(lines)
@@ -70,9 +71,6 @@ class Screen:
     def close(self) -> None:
         """Remove the line of the running trials."""
         self._bar.close()
-
-    def _is_best(self, row: Row) -> bool:
-        return best_of([*([self._best] if self._best else []), row], self.config.maximize) is row
 
     # The table
 
@@ -89,12 +87,10 @@ class Screen:
         took = format_time(time.monotonic() - self._began)
         return f"{done}{of} trials: {', '.join(parts) or 'none yet'}, {took}"
 
-    def _names(self) -> str:
-        return self._join(["", "trial", *self.config.parameters, "epoch", self.config.metric], "GPU", "time", "state")
-
-    def _line(self, row: Row, marked: bool = False, again: bool = False) -> str:
-        values = [number(row.values[name]) if name in row.values else "" for name in self.config.parameters]
-        cells = ["*" if marked else "", str(row.number), *values, str(row.epoch or ""), number(row.value)]
+    def _line(self, row: Row, again: bool) -> str:
+        values = [number(row.values.get(name)) for name in self.config.parameters]
+        mark = "*" if row is self._best else ""
+        cells = [mark, str(row.number), *values, str(row.epoch or ""), number(row.value)]
         took = "" if row.seconds is None or again else format_time(row.seconds)
         host, _, gpus = row.place.partition(" GPU ")
         elsewhere = f" on {host}" if host not in ("", socket.gethostname()) else ""
@@ -106,9 +102,7 @@ class Screen:
         return self._join(cells, gpus, took, escaped_line(state))
 
     def _join(self, cells: list[str], gpus: str, took: str, state: str) -> str:
-        titles = ["", "trial", *self.config.parameters, "epoch", self.config.metric]
-        widths = [1, 5, *(max(9, columns(name)) for name in self.config.parameters), 5, max(9, columns(titles[-1]))]
-        padded = [" " * (width - columns(cell)) + cell for cell, width in zip(cells, widths, strict=True)]
+        padded = [" " * (width - columns(cell)) + cell for cell, width in zip(cells, self._widths, strict=True)]
         return "  ".join([*padded, *([f"{gpus:>3}"] if self.with_gpus else []), f"{took:>7}", state]).rstrip()
 
     def _print(self, lines: list[str]) -> None:
