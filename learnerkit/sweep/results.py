@@ -98,14 +98,12 @@ class Sweep:
         Raises:
             ImportError: matplotlib is not installed.
         """
-        try:
-            import matplotlib.pyplot as plt
-        except ImportError as error:
-            raise ImportError("plot needs matplotlib: pip install matplotlib") from error
+        from learnerkit.data.show import pyplot  # This import needs torch.
+
         rows = [row for row in self.trials if row.value is not None]
         names, metric = list(self.config.parameters), self.config.metric
         n_columns = max(2, len(names))
-        figure = plt.figure(figsize=(3.2 * n_columns, 6), layout="constrained")
+        figure = pyplot("plot").figure(figsize=(3.2 * n_columns, 6), layout="constrained")
         halves: Any = figure.subfigures(2, 1)
         top, bottom = halves
         history, shares = top.subplots(1, 2)
