@@ -192,9 +192,9 @@ def grid_values(of: Any, size: int, where: str) -> list[Any]:
     Raises:
         ConfigError: there are too many.
     """
-    low, high, step = getattr(of, "low", 0), getattr(of, "high", 0), getattr(of, "step", None)
     if choices := getattr(of, "choices", ()):
         return list(choices)
+    low, high, step = of.low, of.high, of.step
     is_whole = isinstance(low, int)
     n = int((high - low) / step + 1e-9) + 1 if step else size
     if is_whole and step == 1 and n > size:  # it is Optuna's default
