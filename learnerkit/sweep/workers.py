@@ -10,6 +10,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -155,14 +156,16 @@ class Workers:
             "folder": str(self.study.folder), "trial": run.trial, "metric": self.study.config.metric,
             "as_arguments": command.as_arguments,
         }  # fmt: skip
-        given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-        paths = [os.path.join(command.start, path) for path in given]
+        given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        paths = [command.start] if command.words[0] == "-m" else []
+        paths += [os.path.join(command.start, path) for path in given if path]
+        threads = max(1, usable_cores() // (len(self.gpus) * command.nproc))
         env = {
             TRIAL: json.dumps(place),
             PARAMS: json.dumps(run.values),
             "LEARNERKIT_LAUNCHER": f"{command.search} {run.number}",  # CheckpointCallback resumes only its own.
-            "PYTHONPATH": os.pathsep.join([*([command.start] if command.words[0] == "-m" else []), *paths]),
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(threads(len(self.gpus) * command.nproc)),
+            "PYTHONPATH": os.pathsep.join(paths),
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(threads),
         }
         job = Job(
             command.with_values(run.values), command.nproc, self.gpus[slot], unbuffered=True, log_dir=folder,
@@ -170,7 +173,7 @@ class Workers:
         )  # fmt: skip
         attempt = begin_alone(run.attempt, command.nproc, run.attempt)
         try:
-            return supervise.run_attempt(job, attempt, self._next_signals(slot))
+            return supervise.run_attempt(job, attempt, partial(self._next_signals, slot))
         except Interrupted:  # The signal came when all ranks had ended well.
             return Outcome("done", code=0)
         finally:
@@ -179,14 +182,12 @@ class Workers:
     def _folder(self, run: Run) -> Path:
         return self.study.folder / "trials" / str(run.number)
 
-    def _next_signals(self, slot: int) -> Callable[[float], list[int]]:
-        def wait(seconds: float) -> list[int]:
-            try:
-                return [self._signals[slot].get(timeout=seconds)]
-            except queue.Empty:
-                return []
-
-        return wait
+    def _next_signals(self, slot: int, seconds: float) -> list[int]:
+        """Wait up to some seconds for a signal to the trial of a slot."""
+        try:
+            return [self._signals[slot].get(timeout=seconds)]
+        except queue.Empty:
+            return []
 
     def _judge(self, run: Run, outcome: Outcome) -> tuple[str, float | None, str]:
         """Return how a trial has ended: the state, the value and the cause, for `Study.finish`."""
@@ -248,11 +249,6 @@ def last_value(lines: Iterable[str], metric: str) -> float | None:
 
 def _number(text: str) -> float:
     return float(text.replace("null", "nan"))  # JSON has no NaN
-
-
-def threads(processes: int) -> int:
-    """Return how many threads each of some processes gets on this machine."""
-    return max(1, usable_cores() // processes)
 
 
 def share_out(names: list[str], trials: int | None, nproc: int) -> list[str | None]:
