@@ -7,11 +7,9 @@ import signal
 import sys
 import uuid
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, replace
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Any
 
 from learnerkit.launch.cli import Parser, choose_command
 from learnerkit.launch.gpus import choose_gpus, gpu_names
@@ -87,30 +85,29 @@ def asked(options: argparse.Namespace) -> tuple[Path, Config, Command]:
     words = words if is_module else [os.path.abspath(words[0]), *words[1:]]
     config = read_config(Path(path))
     folder = (options.dir or Path("sweeps") / Path(path).stem).absolute()
-    return folder, config, Command(words, options.nproc or 1, options.as_arguments, os.getcwd(), options.here)
+    search = uuid.uuid4().hex
+    return folder, config, Command(words, options.nproc or 1, options.as_arguments, os.getcwd(), options.here, search)
 
 
 def begin(folder: Path, config: Config, command: Command) -> Command:
-    """Begin a search, or go on with it; return the command with the search's name."""
-    command = replace(command, search=uuid.uuid4().hex)
-    plan: dict[str, Any] = {"config": config.data, "command": asdict(command)}
+    """Begin a search, or go on with it; return the command with the id that the search was begun with."""
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / "lock"):
-        before, own_before = config, plan["command"]
-        with suppress(FileNotFoundError):
-            before, own_before = read_plan(folder)
-        names = {"words": "command", "nproc": "--nproc", "as_arguments": "--as-arguments", "here": "--here"}
-        own = [name for key, name in names.items() if own_before[key] != plan["command"][key]]
-        if changed := [*changes(before.data, config.data), *own]:
-            raise ValueError(
-                f"{folder} has a search in which {changed[0]} was different: give --dir for a new one, or remove that "
-                "directory"
-            )
-        plan["command"]["search"] = own_before["search"] or command.search
+        if (folder / "sweep.json").exists():
+            before, given = read_plan(folder)
+            names = {"words": "command", "nproc": "--nproc", "as_arguments": "--as-arguments", "here": "--here"}
+            own = [name for key, name in names.items() if given[key] != getattr(command, key)]
+            if changed := [*changes(before.data, config.data), *own]:
+                raise ValueError(
+                    f"{folder} has a search in which {changed[0]} was different: give --dir for a new one, or remove "
+                    "that directory"
+                )
+            command = replace(command, search=given["search"] or command.search)
+        plan = {"config": config.data, "command": asdict(command)}
         temporary = folder / f"sweep.json.{os.getpid()}.tmp"
         temporary.write_text(json.dumps(plan, indent=1), encoding="utf-8")
         os.replace(temporary, folder / "sweep.json")
-    return Command(**plan["command"])
+    return command
 
 
 def joined(options: argparse.Namespace) -> tuple[Path, Config, Command]:
