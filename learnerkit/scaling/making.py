@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -54,7 +54,10 @@ def scaling_report(
     refuse_iterator(learn.dls.train, "training ")
     with training_ranks(learn):
         making = Making(learn, n_steps, seconds)
-        report = making.run(advice)
+        report = making.measure_parts()
+        making.run_without(report)
+        if advice:
+            making.try_advice(report)
     if forecast:
         making.measure_cost(report)
     if show and distributed.is_main():
@@ -75,16 +78,9 @@ class Making:
         self.learn = learn
         self.n_steps = n_steps
         self.ranks = distributed.world_size()
+        self.member = member_of(learn.cbs) if self.ranks > 1 else None
+        self.shards = self.member is not None and bool(self.member.shard)
         self.seconds, self._end = seconds, time.monotonic() + seconds
-        self._base: list[Pace] = []
-
-    @collective
-    def run(self, advice: bool) -> ScalingReport:
-        report = self.measure_parts()
-        self.run_without(report)
-        if advice:
-            self.try_advice(report)
-        return report
 
     @collective
     def measure_parts(self) -> ScalingReport:
@@ -92,7 +88,6 @@ class Making:
         learn = self.learn
         steps, walls = self._timed_steps(quiet=False)
         base = pace(learn, self.n_steps)
-        self._base.append(base)
         slow = slowest(steps)
         if slow is not None:
             # Measure twice: a slowdown that another program caused is unlikely to repeat.
@@ -104,7 +99,7 @@ class Making:
         params = [p for p in unwrap(learn.model).parameters() if p.requires_grad]
         left_out = [repr(cb) for cb in learn.cbs if cb.only_fit]
         notes = [f"not timed, as they run in a fit only: {first_few(dict.fromkeys(left_out))}"] if left_out else []
-        if self.ranks > 1 and self._synchronizes_batch_norm():
+        if self._synchronizes_batch_norm():
             notes.append(
                 "with SyncBatchNorm ranks wait for each other in forward and backward: who is slow may be hidden"
             )
@@ -116,10 +111,11 @@ class Making:
         )  # fmt: skip
 
     def _synchronizes_batch_norm(self) -> bool:
-        learn, member = self.learn, member_of(self.learn.cbs)
-        converts = member is not None and member.sync_bn is not False and learn.dls.device.type != "cpu"
-        kinds = (BatchNorm if converts else nn.SyncBatchNorm,)
-        return any(isinstance(module, kinds) for module in unwrap(learn.model).modules())
+        if self.member is None:
+            return False
+        converts = self.member.sync_bn is not False and self.learn.dls.device.type != "cpu"
+        kind = BatchNorm if converts else nn.SyncBatchNorm
+        return any(isinstance(module, kind) for module in unwrap(self.learn.model).modules())
 
     @collective
     def _timed_steps(self, quiet: bool = True) -> tuple[list[list[dict[str, float]]], list[float]]:
@@ -131,24 +127,19 @@ class Making:
     @collective
     def run_without(self, report: ScalingReport) -> None:
         """Time steps without the network, without input, and without both."""
-        trials: dict[str, dict[str, bool]] = {"input": {"loader": False}}
-        if self._is_sharded():
+        trials = {"input": {"loader": False}}
+        if self.shards:
             report.notes.append("a sharded step cannot be run without the network, so there is no forecast")
         elif self.ranks > 1:
             trials |= {"network": {"network": False}, "both": {"network": False, "loader": False}}
         for name, options in trials.items():
-            run = partial(pace, self.learn, self.n_steps, **options)
-            paces, reason, _ = attempt(run)
+            paces, reason, _ = attempt(partial(pace, self.learn, self.n_steps, **options))
             if reason:
                 report.notes.append(f"steps without {name} could not be run: {reason}")
             else:
                 report.without[name] = paces[0].seconds
         if self.ranks > 1:
             self.run_alone(report)
-
-    def _is_sharded(self) -> bool:
-        member = member_of(self.learn.cbs)
-        return self.ranks > 1 and member is not None and bool(member.shard)
 
     @collective
     def run_alone(self, report: ScalingReport) -> None:
@@ -169,11 +160,11 @@ class Making:
     @collective
     def measure_cost(self, report: ScalingReport) -> None:
         """Measure the cost from which steps on other numbers of ranks are forecast."""
-        learn, step = self.learn, self._base[0]
+        learn, step = self.learn, Pace(report.seconds, report.samples)
         scales = [cb.value for cb in learn.cbs if isinstance(cb, GradientNoiseScale)]
         report.noise = next((value for value in scales if math.isfinite(value)), None)
         n = distributed.world_size()
-        if self._is_sharded():
+        if self.shards:
             return  # A note says so already.
         if int(os.environ.get("LOCAL_WORLD_SIZE", n)) < n:
             report.notes.append("no forecast: the processes are on several machines, and it is for one")
@@ -193,6 +184,7 @@ class Making:
     @collective
     def try_advice(self, report: ScalingReport) -> None:
         """Try changes that may help, and note those that help twice, as once may be chance."""
+        base = report.rate  # the best rate without a change, which a change must exceed
         for what, change in self._advice(report):
             # Every rank must come to the same end.
             if distributed.broadcast(time.monotonic() > self._end):
@@ -205,17 +197,13 @@ class Making:
                 report.notes.append(f"{what} could not be tried: {reason}")
                 continue
             report.tried.append(what)
-            if rate > (1 + GAIN) * self._base_rate():
-                self._base.append(pace(self.learn, self.n_steps))
+            if rate > (1 + GAIN) * base:
+                base = max(base, pace(self.learn, self.n_steps).rate)
                 again, _ = self._changed_rate(change)
-                gain = min(rate, again) / self._base_rate() - 1
+                gain = min(rate, again) / base - 1
                 if gain > GAIN:
                     report.helps.append((what, gain))
         report.helps.sort(key=lambda each: -each[1])
-
-    def _base_rate(self) -> float:
-        "Return the best rate of the runs without a change, which a change must exceed."
-        return max(found.rate for found in self._base)
 
     @collective
     def _changed_rate(self, change: Callable[[], tuple[AbstractContextManager, int]]) -> tuple[float, str]:
@@ -244,16 +232,19 @@ class Making:
                 new = n != getattr(dls.train, "num_workers", n) and n <= max(2, cores)
                 if new and (dl := with_workers(dls.train, n)) is not None:
                     yield f"num_workers={n}", training_on(dl)
-        if self._is_sharded() and (member := member_of(self.learn.cbs)) is not None:
+        member = self.member
+        if member is not None and self.shards:
             if member.reshard_after_forward and self.learn.shards is None:
                 yield "reshard_after_forward=False", lambda: (replaced(member, reshard_after_forward=False), 1)
-        elif self.ranks > 1 and saves.get("network", 0.0) > GAIN:
-            yield from self._network_advice(report)
+        elif member is not None and saves.get("network", 0.0) > GAIN:
+            yield from self._network_advice(member, report.gradient_bytes)
         if (dl := with_larger_batches(dls.train)) is not None:
             yield f"batches of {dl.batch_size}", training_on(dl)
 
-    def _network_advice(self, report: ScalingReport) -> Iterator[tuple[str, Callable]]:
-        learn, member = self.learn, cast(parallel.DistributedCallback, member_of(self.learn.cbs))
+    def _network_advice(
+        self, member: parallel.DistributedCallback, gradient_bytes: int
+    ) -> Iterator[tuple[str, Callable]]:
+        learn = self.learn
         if not hasattr(learn, "gradient_accumulation"):
             for n in (2, 4):
                 added = GradientAccumulation(n_batches=n)
@@ -261,6 +252,6 @@ class Making:
         if member.comm_hook is None:
             yield "comm_hook='bf16'", lambda: (replaced(member, comm_hook="bf16"), 1)
         for size in (5, 100):
-            if "bucket_cap_mb" not in member.ddp_kwargs and report.gradient_bytes > min(size, 25) * 2**20:
+            if "bucket_cap_mb" not in member.ddp_kwargs and gradient_bytes > min(size, 25) * 2**20:
                 options = {**member.ddp_kwargs, "bucket_cap_mb": size}
                 yield f"bucket_cap_mb={size}", lambda options=options: (replaced(member, ddp_kwargs=options), 1)
