@@ -159,30 +159,29 @@ class _Search:
                 "DataLoader with batch_size= of a dataset with an index and a length"
             )
         self.train = _Source(dls.train)
-        if self.bs is not None and self.train.longest:
-            raise ValueError(
-                f"got bs={self.bs}, and the batches of the training loader have a budget of tokens, so how many "
-                "samples they have differs: leave bs= out, and take GradientAccumulation(n_samples=...)"
-            )
+        if self.bs is not None:
+            if self.train.longest:
+                raise ValueError(
+                    f"got bs={self.bs}, and the batches of the training loader have a budget of tokens, so how many "
+                    "samples they have differs: leave bs= out, and take GradientAccumulation(n_samples=...)"
+                )
+            self.bs = min(self.bs, self.train.n)  # accumulation ends with the epoch
         refuse_iterator(dls.valid, "validation ")
         if dls.valid is not None:
             self.valid = ShortLoader(dls.valid, 1) if _why_fixed(dls.valid) else _Source(dls.valid)
-        if self.bs is not None:
-            self.bs = min(self.bs, self.train.n)  # accumulation ends with the epoch
-        whole = self.bs or self.train.n
-        start, most = -(-self.train.size // (ranks if self.split else 1)), -(-whole // ranks)
+        start = -(-self.train.size // (ranks if self.split else 1))
+        most = -(-(self.bs or self.train.n) // ranks)
         self._limit = int(self.share * memory_of(dls.device))
         return min(start, most), most, self._limit
 
     @collective
     def _fits(self, size: int) -> bool:
         "Tell whether batches of this size fit on all ranks."
-        ranks = _on_all_ranks(partial(self._try, size))
-        peak = max(peak for peak, _, _ in ranks)
-        self.tried[size] = None if any(out for _, out, _ in ranks) else peak
-        fits = all(fits for _, _, fits in ranks)
-        self._wanted = self._wanted if fits else peak
-        return fits
+        peaks, outs, fits = zip(*_on_all_ranks(partial(self._try, size)), strict=True)
+        self.tried[size] = None if any(outs) else max(peaks)
+        if not all(fits):
+            self._wanted = max(peaks)
+        return all(fits)
 
     def _try(self, size: int) -> tuple[int, bool, bool]:
         "Return the peak of bytes in steps of this size, whether the memory ran out, and whether the steps fit."
@@ -249,16 +248,15 @@ class _Search:
     @collective
     def _result(self, size: int, limit: int) -> BatchSize:
         learn = self.learn
-        ranks = self.ranks
         n = None
         cbs: list[Callback] = []
         if self.bs is not None:
             n = self._n_batches(size)
-            even = -(-self.bs // (n * ranks))
+            even = -(-self.bs // (n * self.ranks))
             if even in self.tried or self._fits(even):
                 size = even
             cbs.append(GradientAccumulation(n_batches=n))
-        whole = size * ranks if self.split else size
+        whole = size * self.ranks if self.split else size
         plain = BatchSampler(range(self.train.n), whole, False)
         loaders = [with_batches(learn.dls.train, batch_sampler=plain, batch_size=whole), *learn.dls.loaders[1:]]
         with learn.removed_cbs(GradientAccumulation if cbs else []), replaced(learn.dls, loaders=loaders):
