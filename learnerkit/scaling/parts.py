@@ -59,6 +59,7 @@ class Clock:
 
     Attributes:
         seconds, samples: of each step, on this rank.
+        parts: the seconds of each part, for each step; a plain clock knows none.
         due: steps that the trial has to take in all.
     """
 
@@ -66,9 +67,11 @@ class Clock:
         self.learn, self.due = learn, n_steps + SKIPPED + 1
         self.seconds: list[float] = []
         self.samples: list[int] = []
+        self.parts: list[dict[str, float]] = []
         self.wait = waiter(learn.dls.device)
         self._since: float | None = None
         self._count = self._samples = 0
+        self._found: dict[str, float] = {}  # the parts of the present step
 
     def callbacks(self) -> list[Callback]:
         """Return the callbacks that time the trial."""
@@ -87,34 +90,27 @@ class Clock:
         self._count += 1
         if self._since is None or self._count in (SKIPPED + 1, self.due) or learn.iter + 1 == learn.n_iter:
             self.wait()
-        now, counts = self._now(), self._since is not None and self._count > SKIPPED + 1
-        if counts and self._since is not None:
+        now = self._now()
+        if self._since is not None and self._count > SKIPPED + 1:
             self.seconds.append(now - self._since)
             self.samples.append(self._samples)
-        self._end_step(counts)
+            self.parts.append(self._found)
         self._since, self._samples = now, 0
+        self._found = {}
 
     def _now(self) -> float:
         return perf_counter()
-
-    def _end_step(self, counts: bool) -> None:
-        "Note the end of a step, and whether it counts."
 
 
 class Stopwatch(Clock):
     """Divides each step into its parts, which add up to its seconds: at each time one of them is running.
 
     It waits for the device at the end of each part, so that a step may take longer than it does without.
-
-    Attributes:
-        parts: the seconds of each part, for each step.
     """
 
     def __init__(self, learn: "Learner", n_steps: int) -> None:
         super().__init__(learn, n_steps)
-        self.parts: list[dict[str, float]] = []
         self._running, self._start = REST, perf_counter()
-        self._found: dict[str, float] = {}
         self._undo: Callable[[], None] | None = None  # undoes the timing of the shards' collectives
 
     def enter(self, part: str) -> str:
@@ -155,11 +151,6 @@ class Stopwatch(Clock):
 
     def _now(self) -> float:
         return self._start
-
-    def _end_step(self, counts: bool) -> None:
-        if counts:
-            self.parts.append(self._found)
-        self._found = {}
 
     def watch_hooks(self) -> Callable[[], None]:
         """Time each callback's hooks in a batch as a part of its name; return the function that undoes this."""
@@ -293,21 +284,25 @@ def slowest(ranks: Sequence[Steps]) -> Slowest | None:
         return None
     own = [[own_time(step) for step in steps[:n]] for steps in ranks]
     rank = max(range(len(ranks)), key=lambda r: sum(own[r]))
-    behind = [own[rank][k] - max(own[r][k] for r in range(len(ranks)) if r != rank) for k in range(n)]
+    behind = [mine - max(others) for mine, *others in zip(own[rank], *_without(own, rank), strict=True)]
     whole, cost = mean(sum(step.values()) for step in ranks[rank][:n]), mean(behind)
     if cost < ALARM * whole or cost < 4 * stdev(behind) / math.sqrt(n):
         return None
     parts = [mean_parts(steps[:n]) for steps in ranks]
     excess = {
-        name: seconds - median(other.get(name, 0.0) for r, other in enumerate(parts) if r != rank)
+        name: seconds - median(other.get(name, 0.0) for other in _without(parts, rank))
         for name, seconds in parts[rank].items()
         if name not in _SENT
     }
     part = max(excess, key=lambda name: excess[name])
     total = sum(x for x in excess.values() if x > 0)
     if excess[part] < 0.8 * total:  # a slower device is slower in all that it computes
-        part = ""
-    return Slowest(rank, part, excess[part] if part else total, cost)
+        return Slowest(rank, "", total, cost)
+    return Slowest(rank, part, excess[part], cost)
+
+
+def _without(ranks: list[Any], rank: int) -> list[Any]:
+    return ranks[:rank] + ranks[rank + 1 :]
 
 
 def waiting(ranks: Sequence[Steps]) -> tuple[list[float], float]:
