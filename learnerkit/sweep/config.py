@@ -67,10 +67,10 @@ class Section:
             raise ConfigError(f"{self.where}got {' and '.join(given)}, which mean the same; leave one out")
         return self.entries.pop(given[0]) if given else default
 
-    def one_of(self, allowed: list[str], *names: str, default: Any = None) -> Any:
-        """Return an entry that is one of some words."""
-        value = self.take(*names, default=default)
-        if value not in allowed and value is not default:
+    def one_of(self, allowed: list[str], *names: str) -> Any:
+        """Return an entry that is one of some words; `None` without it."""
+        value = self.take(*names)
+        if value not in allowed and value is not None:
             self.refuse(names, value, "it is one of " + ", ".join(allowed) + did_you_mean(str(value), allowed))
         return value
 
@@ -84,13 +84,6 @@ class Section:
             what = f"a {'whole ' if whole else ''}number of at most {NUMBER_LIMIT:g}"
             self.refuse(names, value, f"it is {what}" + (f", {least:g} or more" if least is not None else ""))
         return int(value) if whole else value
-
-    def flag(self, *names: str) -> bool:
-        """Return an entry that is true or false."""
-        value = self.take(*names, default=False)
-        if not isinstance(value, bool):
-            self.refuse(names, value, "it is true or false")
-        return bool(value)
 
     def refuse(self, names: tuple[str, ...], value: Any, allowed: str) -> None:
         """Raise an error that names an entry."""
@@ -171,10 +164,13 @@ def distribution(entries: Any, where: str) -> Any:
             section.refuse(keys, choices, "some of them are equal, such as 0 and false, or 1 and 1.0")
         return kinds.CategoricalDistribution(different)
     whole = kind in ("integer", "int")
-    log, scale = section.flag("log"), section.one_of(SCALES, "scalingType", "scaling_type")
+    log = section.take("log", default=False)
+    if not isinstance(log, bool):
+        section.refuse(("log",), log, "it is true or false")
+    scale = section.one_of(SCALES, "scalingType", "scaling_type")
     if log and scale is not None:
         raise ConfigError(f"{where}got log and scalingType, which mean the same; leave one out")
-    low, high = (section.number(*names, whole=whole) for names in (("min", "low"), ("max", "high")))
+    low, high = section.number("min", "low", whole=whole), section.number("max", "high", whole=whole)
     step = section.number("step", whole=whole, default=1 if whole else None)
     section.end()
     if low is None or high is None:
