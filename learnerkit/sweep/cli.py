@@ -7,6 +7,7 @@ import signal
 import sys
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from io import TextIOWrapper
 from pathlib import Path
@@ -181,17 +182,13 @@ def output_of(folder: Path, row: Row, nproc: int) -> str:
     logs = folder / "trials" / str(row.number) / f"attempt-{row.attempt}"
     if nproc > 1:
         return f"its output: {shown(logs)}/rank-*.log"
-    log = logs / "rank-0.log"
-    if ": " in row.cause:  # the error is in the table
-        return f"its output: {shown(log)}"
-    try:
-        with log.open("rb") as file:
+    log, last = logs / "rank-0.log", ""
+    if ": " not in row.cause:  # else the error is in the table
+        # A script may remove its folder, and another machine's file may come late.
+        with suppress(OSError), log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - 10_000))
-            lines = file.read().decode(errors="replace").split("\n")
-    except OSError:  # a script may remove its folder, and another machine's file may come late
-        lines = []
-    last = next((line for line in reversed(lines) if line.strip()), None)
-    return f"its output: {shown(log)}" if last is None else f"{shown(log)} ends with: {printable(last.strip(), 400)}"
+            last = file.read().decode(errors="replace").rstrip().rpartition("\n")[2]
+    return f"{shown(log)} ends with: {printable(last.strip(), 400)}" if last else f"its output: {shown(log)}"
 
 
 def shown(path: Path) -> Path:
