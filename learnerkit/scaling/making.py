@@ -161,8 +161,8 @@ class Making:
     def measure_cost(self, report: ScalingReport) -> None:
         """Measure the cost from which steps on other numbers of ranks are forecast."""
         learn, step = self.learn, Pace(report.seconds, report.samples)
-        scales = [cb.value for cb in learn.cbs if isinstance(cb, GradientNoiseScale)]
-        report.noise = next((value for value in scales if math.isfinite(value)), None)
+        scales = (cb.value for cb in learn.cbs if isinstance(cb, GradientNoiseScale))
+        report.noise = next(filter(math.isfinite, scales), None)
         n = distributed.world_size()
         if self.shards:
             return  # A note says so already.
@@ -185,44 +185,43 @@ class Making:
     def try_advice(self, report: ScalingReport) -> None:
         """Try changes that may help, and note those that help twice, as once may be chance."""
         base = report.rate  # the best rate without a change, which a change must exceed
-        for what, change in self._advice(report):
+        for what, change, batches in self._advice(report):
             # Every rank must come to the same end.
             if distributed.broadcast(time.monotonic() > self._end):
                 report.notes.append(
                     f"not tried any more after {self.seconds:g} s: {what}, and what would have followed"
                 )
                 break
-            rate, reason = self._changed_rate(change)
+            rate, reason = self._changed_rate(change, batches)
             if reason:
                 report.notes.append(f"{what} could not be tried: {reason}")
                 continue
             report.tried.append(what)
             if rate > (1 + GAIN) * base:
                 base = max(base, pace(self.learn, self.n_steps).rate)
-                again, _ = self._changed_rate(change)
+                again, _ = self._changed_rate(change, batches)
                 gain = min(rate, again) / base - 1
                 if gain > GAIN:
                     report.helps.append((what, gain))
         report.helps.sort(key=lambda each: -each[1])
 
     @collective
-    def _changed_rate(self, change: Callable[[], tuple[AbstractContextManager, int]]) -> tuple[float, str]:
+    def _changed_rate(self, change: Callable[[], AbstractContextManager], batches: int) -> tuple[float, str]:
         """Return the rate with a change; or 0, and why the change could not be tried."""
 
         def run() -> Pace:
-            context, batches = change()
-            with context:
+            with change():
                 return pace(self.learn, max(2, self.n_steps // batches))
 
         paces, reason, _ = attempt(run)
         return (0.0, reason) if reason else (paces[0].rate, "")
 
-    def _advice(self, report: ScalingReport) -> Iterator[tuple[str, Callable]]:
-        """Yield changes to try as (name, change); `change()` returns a context for it, and the batches of a step."""
+    def _advice(self, report: ScalingReport) -> Iterator[tuple[str, Callable, int]]:
+        """Yield changes to try as (name, change, batches of a step); `change()` returns a context with the change."""
         dls = self.learn.dls
 
-        def training_on(dl: Any) -> Callable[[], tuple[AbstractContextManager, int]]:
-            return lambda: (replaced(dls, loaders=[dl, *dls.loaders[1:]]), 1)
+        def training_on(dl: Any) -> Callable:
+            return partial(replaced, dls, loaders=[dl, *dls.loaders[1:]])
 
         # All ranks have the same report, so they try the same.
         saves = {name: 1 - seconds / report.seconds for name, seconds in report.without.items()}
@@ -231,27 +230,27 @@ class Making:
             for n in (2, 4, 8):
                 new = n != getattr(dls.train, "num_workers", n) and n <= max(2, cores)
                 if new and (dl := with_workers(dls.train, n)) is not None:
-                    yield f"num_workers={n}", training_on(dl)
+                    yield f"num_workers={n}", training_on(dl), 1
         member = self.member
         if member is not None and self.shards:
             if member.reshard_after_forward and self.learn.shards is None:
-                yield "reshard_after_forward=False", lambda: (replaced(member, reshard_after_forward=False), 1)
+                yield "reshard_after_forward=False", partial(replaced, member, reshard_after_forward=False), 1
         elif member is not None and saves.get("network", 0.0) > GAIN:
             yield from self._network_advice(member, report.gradient_bytes)
         if (dl := with_larger_batches(dls.train)) is not None:
-            yield f"batches of {dl.batch_size}", training_on(dl)
+            yield f"batches of {dl.batch_size}", training_on(dl), 1
 
     def _network_advice(
         self, member: parallel.DistributedCallback, gradient_bytes: int
-    ) -> Iterator[tuple[str, Callable]]:
+    ) -> Iterator[tuple[str, Callable, int]]:
         learn = self.learn
         if not hasattr(learn, "gradient_accumulation"):
             for n in (2, 4):
-                added = GradientAccumulation(n_batches=n)
-                yield f"GradientAccumulation(n_batches={n})", lambda n=n, cb=added: (learn.added_cbs(cb), n)
+                added = partial(learn.added_cbs, GradientAccumulation(n_batches=n))
+                yield f"GradientAccumulation(n_batches={n})", added, n
         if member.comm_hook is None:
-            yield "comm_hook='bf16'", lambda: (replaced(member, comm_hook="bf16"), 1)
+            yield "comm_hook='bf16'", partial(replaced, member, comm_hook="bf16"), 1
         for size in (5, 100):
             if "bucket_cap_mb" not in member.ddp_kwargs and gradient_bytes > min(size, 25) * 2**20:
                 options = {**member.ddp_kwargs, "bucket_cap_mb": size}
-                yield f"bucket_cap_mb={size}", lambda options=options: (replaced(member, ddp_kwargs=options), 1)
+                yield f"bucket_cap_mb={size}", partial(replaced, member, ddp_kwargs=options), 1
