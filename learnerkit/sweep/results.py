@@ -101,11 +101,9 @@ class Sweep:
         from learnerkit.data.show import pyplot  # This import needs torch.
 
         rows = [row for row in self.trials if row.value is not None]
-        names, metric = list(self.config.parameters), self.config.metric
-        n_columns = max(2, len(names))
-        figure = pyplot("plot").figure(figsize=(3.2 * n_columns, 6), layout="constrained")
-        halves: Any = figure.subfigures(2, 1)
-        top, bottom = halves
+        parameters, metric = self.config.parameters, self.config.metric
+        figure = pyplot("plot").figure(figsize=(3.2 * max(2, len(parameters)), 6), layout="constrained")
+        top, bottom = figure.subfigures(2, 1)
         history, shares = top.subplots(1, 2)
         for state, marker in (("complete", "o"), ("pruned", "x")):
             kept = [row for row in rows if row.state == state]
@@ -115,11 +113,12 @@ class Sweep:
         by_name = self.importances()
         shares.barh(list(by_name)[::-1], list(by_name.values())[::-1])
         shares.set(title="Importance")
-        for name, ax in zip(names, bottom.subplots(1, len(names), sharey=True, squeeze=False)[0], strict=True):
-            parameter, kept = self.config.parameters[name], [row for row in rows if row.state == "complete"]
+        complete = [row for row in rows if row.state == "complete"]
+        axes = bottom.subplots(1, len(parameters), sharey=True, squeeze=False)[0]
+        for (name, parameter), ax in zip(parameters.items(), axes, strict=True):
             is_named = any(isinstance(choice, str | bool | None) for choice in getattr(parameter, "choices", ()))
-            values = [str(row.values[name]) if is_named else row.values[name] for row in kept]
-            ax.plot(values, [row.value for row in kept], "o")
+            values = [str(row.values[name]) if is_named else row.values[name] for row in complete]
+            ax.plot(values, [row.value for row in complete], "o")
             ax.set(xlabel=name, ylabel=metric)
             if getattr(parameter, "log", False):
                 ax.set_xscale("log")
