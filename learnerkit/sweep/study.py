@@ -335,16 +335,18 @@ def rows_of(study: Any) -> list[Row]:
     trials = study.get_trials(deepcopy=False)
     for number, trial in zip(numbers_of(trials), trials, strict=True):
         before = rows.get(number)
-        row = rows[number] = Row(number, _STATES[trial.state.name], trial.params)
-        row.place = trial.user_attrs.get("place", "")
-        row.attempt = trial.user_attrs.get("again", {}).get("attempt", 0)
-        row.cause = trial.user_attrs.get("cause", "")
+        notes = trial.user_attrs
+        reported = trial.intermediate_values
+        row = rows[number] = Row(
+            number, _STATES[trial.state.name], trial.params, epoch=len(reported), cause=notes.get("cause", ""),
+            attempt=notes.get("again", {}).get("attempt", 0), place=notes.get("place", ""),
+        )  # fmt: skip
         if before and row.state in ("waiting", "running"):
             row.values, row.cause = row.values or before.values, before.cause
-        reported = trial.intermediate_values
-        row.epoch, row.value = len(reported), reported[max(reported)] if reported else None
         if row.state == "complete":
             row.value = trial.value
+        elif reported:
+            row.value = reported[max(reported)]
         if trial.datetime_start and row.state != "waiting":
             ended = trial.datetime_complete or datetime.now()  # Another machine's clock may differ.
             row.seconds = max(0.0, (ended - trial.datetime_start).total_seconds())
