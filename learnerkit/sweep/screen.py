@@ -4,6 +4,7 @@ import os
 import socket
 import sys
 import time
+from collections import Counter
 from typing import Any, TextIO
 
 from tqdm import tqdm
@@ -76,10 +77,9 @@ class Screen:
 
     def summary(self, rows: list[Row]) -> str:
         """Return the counts and the best, in a line."""
-        states = ("complete", "pruned", "failed", "running")
-        counts = {state: sum(row.state == state for row in rows) for state in states}
+        counts = Counter(row.state for row in rows)
         of = f" of {self.config.total}" if self.config.total else ""
-        parts = [f"{n} {state}" for state, n in counts.items() if n]
+        parts = [f"{counts[state]} {state}" for state in ("complete", "pruned", "failed", "running") if counts[state]]
         best = best_of(rows, self.config.maximize)
         if best is not None:
             parts.append(f"best {self.config.metric} {number(best.value)} (trial {best.number})")
