@@ -83,7 +83,8 @@ def asked(options: argparse.Namespace) -> tuple[Path, Config, Command]:
     path, *words = options.command
     is_module = words[0] == "-m"
     words = choose_command(is_module, words[1:] if is_module else words)
-    words = words if is_module else [os.path.abspath(words[0]), *words[1:]]
+    if not is_module:
+        words[0] = os.path.abspath(words[0])
     config = read_config(Path(path))
     folder = (options.dir or Path("sweeps") / Path(path).stem).absolute()
     search = uuid.uuid4().hex
