@@ -58,13 +58,11 @@ def launched(environ: Environ) -> Place | None:
 def mpi(environ: Environ) -> Place | None:
     """Open MPI, MPICH and Intel MPI: of the processes of mpirun, several on a machine are ranks, and one is a node."""
     cluster = next((name for name, (rank, *_) in MPI.items() if rank in environ), None)
-    if cluster is None and "PMIX_RANK" not in environ:
-        return None
     in_step = {"SLURM_STEP_ID", "SLURM_PROCID"} <= environ.keys()
-    if cluster is None and in_step:
-        return None
     if cluster is None:
-        raise ValueError("PMIX_RANK is set, and no variable says of how many ranks")
+        if "PMIX_RANK" in environ and not in_step:
+            raise ValueError("PMIX_RANK is set, and no variable says of how many ranks")
+        return None
     rank, size, own, local_size = MPI[cluster]
     if in_step and rank == "PMI_RANK" and environ[rank] == environ["SLURM_PROCID"]:
         return None  # srun has set them, and SLURM's own variables say more
