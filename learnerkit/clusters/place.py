@@ -104,6 +104,6 @@ def integer(environ: Mapping[str, str], name: str, default: int | None = None, l
     return int(value)
 
 
-def own_port(environ: Mapping[str, str], job: str) -> int:
+def own_port(environ: Mapping[str, str], job: str = "") -> int:
     """Return MASTER_PORT, else a port that the processes of a job derive from its name, so that other jobs differ."""
     return integer(environ, "MASTER_PORT", PORTS[crc32(job.encode()) % len(PORTS)] if job else PORT, least=1)

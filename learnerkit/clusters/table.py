@@ -45,12 +45,11 @@ def launched(environ: Environ) -> Place | None:
     names = {"TORCHELASTIC_RUN_ID": "torchrun", "TORCHELASTIC_USE_AGENT_STORE": "learnerkit.launch",
              "RAY_JOB_ID": "Ray Train"}  # fmt: skip
     by = next((name for name in names if name in environ), "")
-    local_size = "LOCAL_WORLD_SIZE" in environ
     return Place(
         names.get(by, ENVIRONMENT), ", ".join(filter(None, ("RANK", "WORLD_SIZE", "LOCAL_RANK", by))),
         integer(environ, "RANK"), integer(environ, "WORLD_SIZE", least=1), environ.get("MASTER_ADDR", ""),
         integer(environ, "MASTER_PORT", PORT), is_rank=True, launched=True, local_rank=integer(environ, "LOCAL_RANK"),
-        local_world_size=integer(environ, "LOCAL_WORLD_SIZE") if local_size else None,
+        local_world_size=integer(environ, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environ else None,
         attempt=integer(environ, "TORCHELASTIC_RESTART_COUNT", 0),
     )  # fmt: skip
 
@@ -126,8 +125,7 @@ def pai_dlc(environ: Environ) -> Place | None:
     if not ("DLC_JOB_ID" in environ or at_master) or "WORLD_SIZE" not in environ:
         return None
     sign = "MASTER_ADDR" if at_master else "DLC_JOB_ID"
-    nproc = integer(environ, "NPROC_PER_NODE", 0) or None
-    return _counted("PAI-DLC", f"RANK, WORLD_SIZE, {sign}", environ, nproc)
+    return _counted("PAI-DLC", f"RANK, WORLD_SIZE, {sign}", environ)
 
 
 def vertex(environ: Environ) -> Place | None:
@@ -197,7 +195,7 @@ def lepton(environ: Environ) -> Place | None:
         raise ValueError("neither LEPTON_JOB_SERVICE_PREFIX nor LEPTON_JOB_NAME says where worker 0 is")
     return Place("Lepton", "LEPTON_JOB_WORKER_INDEX, LEPTON_JOB_TOTAL_WORKERS, LEPTON_JOB_FAILURE_COUNT",
                  integer(environ, "LEPTON_JOB_WORKER_INDEX", 0 if count == 1 else None), count,
-                 f"{prefix}-0.{domain}", integer(environ, "MASTER_PORT", PORT, least=1),
+                 f"{prefix}-0.{domain}", own_port(environ),
                  attempt=integer(environ, "LEPTON_JOB_FAILURE_COUNT", 0), job=name or prefix)  # fmt: skip
 
 
@@ -228,15 +226,15 @@ def counted(environ: Environ) -> Place | None:
     """
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= environ.keys():
         return None
-    return _counted(ENVIRONMENT, "RANK, WORLD_SIZE, MASTER_ADDR", environ,
-                    integer(environ, "NPROC_PER_NODE", 0) or None)  # fmt: skip
+    return _counted(ENVIRONMENT, "RANK, WORLD_SIZE, MASTER_ADDR", environ)
 
 
-def _counted(cluster: str, why: str, environ: Environ, nproc: int | None) -> Place:
+def _counted(cluster: str, why: str, environ: Environ) -> Place:
+    """Return the place that RANK, WORLD_SIZE and NPROC_PER_NODE tell."""
     address, node = variable(environ, "MASTER_ADDR"), integer(environ, "RANK")
     local = address in LOCALHOST
     return Place(cluster, why, node, integer(environ, "WORLD_SIZE", least=1), address,
-                 integer(environ, "MASTER_PORT", PORT, least=1), nproc, is_rank=local, launched=local,
+                 own_port(environ), integer(environ, "NPROC_PER_NODE", 0) or None, is_rank=local, launched=local,
                  local_rank=node if local else None)  # fmt: skip
 
 
