@@ -239,47 +239,42 @@ class GradientNoiseScale(Callback):
 
     @collective
     def after_backward(self) -> None:
-        if self._row is None:
-            return
-        self._take_part()
-        if self.learn.step_due:
-            self._take_whole()
+        if self._row is not None:
+            self._take_part(self._row)
+            if self.learn.step_due:
+                self._take_whole(self._row)
 
-    def _take_part(self) -> None:
+    def _take_part(self, row: dict[str, Any]) -> None:
         """Add this rank's batch to the row of the step, after its backward pass."""
-        learn = self.learn
-        row = self._row
-        gradient = self.learn._gradient
+        learn, gradient = self.learn, self.learn._gradient
         norms, ran = list(self._norms.values()), bool(self._hooks)
         self._stop_listening()
-        if row is None or not ran:
+        if not ran:
             return
         row["samples"] += learn.batch_size
         count = host_count(learn.loss_count)
-        if gradient is None or not norms or (not isinstance(count, Tensor) and not count):
+        if gradient is None or not norms or not counts_something(count):
             return
         first = norms[0].device
         factor = gradient.mean.to_sum / self._scale()
         square = torch.stack([norm.to(first) for norm in norms]).square().sum() * factor**2
         if isinstance(count, Tensor):  # It is on the device; a loss that counts nothing may be NaN.
-            square = torch.where(count > 0, square, 0.0)
-            row["squares"] = row["squares"] + square / count.clamp(min=1e-30)
+            square = torch.where(count > 0, square, 0.0) / count.clamp(min=1e-30)
         else:
-            row["squares"] = row["squares"] + square / count
+            square = square / count
+        row["squares"] = row["squares"] + square
         row["parts"] = row["parts"] + (count > 0)
         row["taken"] = row["counted"] = row["counted"] + count
 
     @collective
-    def _take_whole(self) -> None:
+    def _take_whole(self, row: dict[str, Any]) -> None:
         """Add the gradient of the whole step to its row, and end the row."""
-        learn, row = self.learn, self._row
         grads = [p.grad for p in self._params() if p.grad is not None]
-        if row is None or not grads:
+        if not grads:
             return
         whole = _square(grads) / self._scale() ** 2
         if self._cuts:
-            count = host_count(learn.loss_count)
-            row |= {"counted": count, "samples": learn.batch_size}
+            row |= {"counted": host_count(self.learn.loss_count), "samples": self.learn.batch_size}
         row["whole"] = torch.where(row["left"] > 0, math.nan, whole) if "left" in row else whole
         self._close()
 
@@ -375,7 +370,7 @@ class GradientNoiseScale(Callback):
     def _estimate(self) -> None:
         """Update the estimate from the measurements of all ranks; every rank must reach this. A host-device sync."""
         self._close()
-        own = [Measured(*row) for row in _rows_of(self._own)]
+        own = _rows_of(self._own)
         ranks = distributed.all_gather(own) if self.learn.n_ranks > 1 else [own]
         self._own = HostScalars()
         rows = together(row for rank in ranks for row in rank)
@@ -446,10 +441,10 @@ class _Watch(Callback):
         return "GradientNoiseScale"
 
 
-def _rows_of(numbers: HostScalars) -> list[tuple]:
+def _rows_of(numbers: HostScalars) -> list[Measured]:
     width = len(Measured._fields)
     flat = numbers.all()
-    return [tuple(flat[i : i + width]) for i in range(0, len(flat), width)]
+    return [Measured._make(flat[i : i + width]) for i in range(0, len(flat), width)]
 
 
 def _readable(grad: Tensor) -> Tensor:
