@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -59,15 +59,7 @@ def training_ranks(learn: "Learner") -> AbstractContextManager:
 
 
 @collective
-def run_trial(
-    learn: "Learner",
-    clock: Clock,
-    *,
-    network: bool = True,
-    loader: bool = True,
-    cbs: Sequence[Callback] = (),
-    quiet: bool = True,
-) -> None:
+def run_trial(learn: "Learner", clock: Clock, *, network: bool = True, loader: bool = True, quiet: bool = True) -> None:
     """Take steps of training, and put everything back.
 
     Callbacks that are `only_fit` take no part, as they record, log and save.
@@ -78,10 +70,9 @@ def run_trial(
         network: whether gradients and buffers travel between ranks; if not, each rank trains by itself from its second
             batch on.
         loader: whether batches are read; if not, the first is repeated.
-        cbs: callbacks for the trial alone.
         quiet: give no warnings.
     """
-    cbs = [TrialSteps(clock.due), *cbs, *([] if loader else [_one_batch()]), *clock.callbacks()]
+    cbs = [TrialSteps(clock.due), *([] if loader else [_one_batch()]), *clock.callbacks()]
     with ExitStack() as stack:
         train = stack.enter_context(trying(learn, "scaling", cbs, quiet))
         if isinstance(clock, Stopwatch):
@@ -196,5 +187,5 @@ def with_larger_batches(dl: Any) -> Any:
     if not (has_index(dl) and type(batches) is BatchSampler):
         return None
     size = 2 * batches.batch_size
-    made = type(batches)(batches.sampler, size, batches.drop_last)
+    made = BatchSampler(batches.sampler, size, batches.drop_last)
     return with_batches(dl, batch_sampler=made, batch_size=size)
