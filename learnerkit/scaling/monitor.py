@@ -36,11 +36,10 @@ class ScalingMonitor(Callback):
     def __init__(self, every: int = 50) -> None:
         arguments.check_count("every", every, "a number of steps")
         self.every = every
-        self._since = self._asked = self._input = self._exposed = 0.0
-        self._samples = self._steps = 0
+        self._asked = 0.0
         self._ready: Any = None
-        self._pairs: list[tuple[Any, Any]] = []
         self._busy = torch.zeros(1, dtype=torch.float64)
+        self._clear()
 
     def before_train(self) -> None:
         learn = self.learn
@@ -109,7 +108,7 @@ class ScalingMonitor(Callback):
         self._input = 0.0
         self._exposed = 0.0
         self._samples = self._steps = 0
-        self._pairs = []
+        self._pairs: list[tuple[Any, Any]] = []
 
     def _ask(self) -> None:
         self._asked = perf_counter()
