@@ -83,11 +83,12 @@ class Forecast:
         """Return what it comes to in a few sentences, each on a line, and the table."""
         best = next(row for row in self.rows if row.ranks == self.best)
         more = next((row for row in self.rows if row.ranks > self.best), None)
+        goal = "for the same samples" if self.noise is None else "to the same loss"
         said = ["More than one rank is not worth it."]
         if self.best > 1:
             said = [
-                f"{self.best} ranks are worth it: {best.speed:.1f} times as fast {self._goal} as one, at an efficiency "
-                f"of {best.efficiency:.0%}."
+                f"{self.best} ranks are worth it: {best.speed:.1f} times as fast {goal} as one, at an efficiency of "
+                f"{best.efficiency:.0%}."
             ]
         if more is not None:
             said.append(
@@ -107,10 +108,6 @@ class Forecast:
             ])  # fmt: skip
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         return "\n".join("  ".join(map(str.rjust, line, widths)) for line in lines)
-
-    @property
-    def _goal(self) -> str:
-        return "to the same loss" if self.noise is not None else "for the same samples"
 
 
 class StepCost(NamedTuple):
