@@ -179,20 +179,20 @@ class ScalingReport:
 
     def _savings(self) -> Iterator[str]:
         names = {"network": "a free network", "input": "free input", "both": "both"}
-        saved = {k: max(0.0, 1 - self.without[k] / self.seconds) for k in names if k in self.without}
+        saved = [
+            f"{what} would save {max(0.0, 1 - self.without[name] / self.seconds):.0%}"
+            for name, what in names.items()
+            if name in self.without
+        ]
         if saved:
-            yield (
-                "measured: "
-                + ", ".join(f"{names[k]} would save {share:.0%}" for k, share in saved.items())
-                + (" of each step")
-            )
-        share = self.communication / max(self.walls)
+            yield f"measured: {', '.join(saved)} of each step"
+        whole = max(self.walls)
+        share = self.communication / whole
         if share > ALARM:
             yield (
                 f"gradients travel for {_ms(self.communication)} of each step while all ranks wait ({share:.0%}), "
                 f"{self.gradient_bytes / 1e6:.3g} MB of them"
             )
-        whole = max(self.walls)
         part = min(self.parts.get(INPUT, [0.0]))
         if part > ALARM * whole:
             yield f"every rank waits for input, {_ms(part)} of each step ({part / whole:.0%})"
