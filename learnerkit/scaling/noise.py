@@ -151,11 +151,11 @@ class GradientNoiseScale(Callback):
         if every is not None:
             arguments.check_count("every", every, "a number of optimizer steps")
         self.every = every
-        self.value = self.error = math.nan
         self._watch: _Watch | None = None
         self._forget()
 
     def _forget(self) -> None:
+        self.value = self.error = math.nan
         self._steps = 0
         self._rows: list[Measured] = []  # the rows of all ranks, in the order of their steps
         self._own = HostScalars()  # this rank's newer rows, one number after the other
@@ -168,7 +168,6 @@ class GradientNoiseScale(Callback):
         learn = self.learn
         self._check()
         self._forget()
-        self.value = self.error = math.nan
         accumulation = [cb for cb in learn.cbs if isinstance(cb, GradientAccumulation) and cb.n_batches != 1]
         self._cuts = not (learn.n_ranks > 1 or accumulation)
         self._period = self.every or (200 if self._cuts else 20)
