@@ -250,10 +250,12 @@ class ScalingReport:
 
     def to_json(self) -> str:
         """Return the report as JSON, which `from_json` reads."""
-        facts = asdict(self) | {"slowest": self.slowest and self.slowest._asdict()}
-        facts["cost"] = self.cost and self.cost._asdict()
-        forecast = [] if self.cost is None else [row._asdict() for row in self.forecast().rows]
-        return json.dumps(facts | {"forecast": forecast}, indent=1)
+        facts = asdict(self) | {
+            "slowest": self.slowest and self.slowest._asdict(),
+            "cost": self.cost and self.cost._asdict(),
+            "forecast": [] if self.cost is None else [row._asdict() for row in self.forecast().rows],
+        }
+        return json.dumps(facts, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> "ScalingReport":
