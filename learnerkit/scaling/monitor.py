@@ -64,11 +64,9 @@ class ScalingMonitor(Callback):
         return event
 
     def after_backward(self) -> None:
-        ready, self._ready = self._ready, None
-        if isinstance(ready, float):
-            self._exposed += perf_counter() - ready
-        elif ready is not None:
-            self._pairs.append((ready, self._stamp()))
+        if self._ready is not None:
+            self._pairs.append((self._ready, self._stamp()))
+            self._ready = None
 
     @collective
     def after_batch(self) -> None:
@@ -88,13 +86,16 @@ class ScalingMonitor(Callback):
     def _exchange(self) -> None:
         """Log what all ranks have measured."""
         seconds = perf_counter() - self._since
+        exposed = 0.0
         for start, end in self._pairs:
-            if end.query():  # The host does not wait for events that are not over.
-                self._exposed += start.elapsed_time(end) / 1e3
+            if isinstance(end, float):
+                exposed += end - start
+            elif end.query():  # The host does not wait for events that are not over.
+                exposed += start.elapsed_time(end) / 1e3
         rank = distributed.rank() if self.learn.n_ranks > 1 else 0
         sums = torch.zeros(len(self._busy) + 3, dtype=torch.float64)
-        sums[rank] = seconds - self._exposed
-        sums[-3:] = torch.tensor([self._samples, seconds, self._input + self._exposed])
+        sums[rank] = seconds - exposed
+        sums[-3:] = torch.tensor([self._samples, seconds, self._input + exposed])
         if self.learn.n_ranks > 1:
             sums = distributed.reduce(sums, among="votes")
         self._busy += sums[:-3]
@@ -106,7 +107,6 @@ class ScalingMonitor(Callback):
     def _clear(self) -> None:
         self._since = perf_counter()
         self._input = 0.0
-        self._exposed = 0.0
         self._samples = self._steps = 0
         self._pairs: list[tuple[Any, Any]] = []
 
