@@ -101,8 +101,7 @@ def trying(learn: "Learner", task: str, cbs: list[Callback], quiet: bool = True)
     """
     with ExitStack() as stack:
         if quiet:
-            stack.enter_context(warnings.catch_warnings())
-            warnings.simplefilter("ignore")
+            stack.enter_context(warnings.catch_warnings(action="ignore"))
         stack.enter_context(learn.no_bar())
         stack.enter_context(replaced(learn.dls, _said=True))  # The loader views of trials do not tell sizes.
         yield stack.enter_context(learn._trying(task, cbs))
