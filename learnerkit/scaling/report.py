@@ -117,15 +117,13 @@ class ScalingReport:
     def _forecast_lines(self) -> Iterator[str]:
         if self.cost is None:
             return
+        yield ""
         if self.slowest is not None:
-            yield from (
-                "",
-                f"no forecast while rank {self.slowest.rank} is slow; report.forecast() makes one of it as it is",
-            )
+            yield f"no forecast while rank {self.slowest.rank} is slow; report.forecast() makes one of it as it is"
             return
         where = "" if self.ranks > 1 else ", between two processes that were started here"
-        yield from ("", "forecast for other numbers of processes, each with a batch of its own as large as now:")
-        yield from str(self.forecast()).split("\n")
+        yield "forecast for other numbers of processes, each with a batch of its own as large as now:"
+        yield str(self.forecast())
         yield (
             f"(an all-reduce of {self.gradient_bytes / 1e6:.3g} MB of gradients takes {_ms(self.cost.gradients)}, of "
             f"almost nothing {_ms(self.cost.message)}{where})"
