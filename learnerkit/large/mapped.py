@@ -9,7 +9,6 @@ import os
 import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
 from inspect import signature
 from typing import Any
 
@@ -48,12 +47,8 @@ class Mapped:
         mapped = torch.frombuffer(memory, dtype=torch.uint8).view(t.dtype).view(t.shape)
         with torch.no_grad():
             mapped.copy_(t)
-        self.hold(mapped)
+        self._held[mapped.data_ptr()] = mapped
         return mapped
-
-    def hold(self, t: Tensor) -> None:
-        """Register a tensor that is mapped from a file and has not been changed."""
-        self._held[t.data_ptr()] = t
 
     def release(self, tensors: Iterable[Tensor] | None = None) -> None:
         """Give the memory of tensors back; their values are read from the files again when needed.
@@ -81,14 +76,12 @@ class Mapped:
 
         def leave(parent: nn.Module, name: str, child: nn.Module | None) -> None:
             if child is not None:
-                self.release(p for p in child.parameters())
+                self.release(child.parameters())
 
-        with ExitStack() as stack:
-            for handle in (
-                nn_module.register_module_parameter_registration_hook(move),
-                nn_module.register_module_module_registration_hook(leave),
-            ):
-                stack.callback(handle.remove)
+        with (
+            nn_module.register_module_parameter_registration_hook(move),
+            nn_module.register_module_module_registration_hook(leave),
+        ):
             model = make_model()
         self.release()
         return model
