@@ -127,10 +127,9 @@ class Logger(NamedState):
             )
 
     def before_epoch(self) -> None:
-        recorder = self.learn.recorder
-        self._rows, self._noted = len(recorder.values), len(recorder.lrs)
-        self._next = 0.0
         learn = self.learn
+        self._rows, self._noted = len(learn.recorder.values), len(learn.recorder.lrs)
+        self._next = 0.0
         if learn.train_iter == 0 or learn.epoch > learn.start_epoch:
             self._use()  # Otherwise the first batch does, since a checkpoint may be loaded before it.
 
@@ -138,21 +137,17 @@ class Logger(NamedState):
         self._seen = {}
 
     def after_batch(self) -> None:
-        recorder = self.learn.recorder
-        if len(recorder.values) > self._rows:
-            self._note_row()
-        step = len(recorder.lrs)
-        if self.every and not step % self.every and step > self._noted:
-            self._note_step(step)
+        self._note_row()
+        if self.every and not len(self.learn.recorder.lrs) % self.every:
+            self._note_step()
         if monotonic() >= self._next:
             self._write_notes()
 
     def after_train(self) -> None:
         """Write all of this epoch's steps. A host-device sync, once an epoch."""
         self._note_row()
-        step = len(self.learn.recorder.lrs)
-        if self.every and step > self._noted:
-            self._note_step(step)
+        if self.every:
+            self._note_step()
         self._write_notes(wait=True)
 
     after_cancel_epoch = after_cancel_fit = after_train
@@ -181,9 +176,15 @@ class Logger(NamedState):
             row = dict(zip(recorder.metric_names, recorder.log, strict=True))
             self._pending.append(_Note(Record(self._before + recorder.iters[-1], row, is_row=True)))
 
-    def _note_step(self, step: int) -> None:
-        """Note the rates of the last step, and the numbers of losses and logged values. Never waits for the device."""
+    def _note_step(self) -> None:
+        """Note the rates of the last step, and the numbers of losses and logged values, if they are new.
+
+        It never waits for the device.
+        """
         recorder, seen = self.learn.recorder, self._seen
+        step = len(recorder.lrs)
+        if step <= self._noted:
+            return
         rates = {"lr": recorder.lrs[-1]} | {name: values[-1] for name, values in recorder.hps.items() if values}
         now = {name: len(logged.values) for name, logged in recorder.logged.items()}
         if taken := now.keys() & {"step", "loss", *rates}:
@@ -205,9 +206,8 @@ class Logger(NamedState):
         logged = {name: each.values.all() if wait else each.values.poll() for name, each in recorder.logged.items()}
         records = []
         for record, n_losses, spans in self._pending:
-            if not wait and not (
-                n_losses <= len(losses) and all(end <= len(logged.get(name, ())) for name, (_, end) in spans.items())
-            ):
+            have_come = [end <= len(logged.get(name, ())) for name, (_, end) in spans.items()]
+            if not (wait or (n_losses <= len(losses) and all(have_come))):
                 break
             means = {name: _mean(logged.get(name, [])[start:end]) for name, (start, end) in spans.items()}
             loss = {"loss": losses[n_losses - 1]} if 0 < n_losses <= len(losses) else {}
@@ -414,9 +414,13 @@ def _mean(values: list[float]) -> float:
 def _as_dict(config: Any) -> dict[str, Any]:
     if config is None:
         return {}
-    if isinstance(config, Mapping) or hasattr(config, "__dict__") and not isinstance(config, type):
-        return {str(name): value for name, value in (config if isinstance(config, Mapping) else vars(config)).items()}
-    raise TypeError(f"got config={config!r}; it is a mapping, or an object with attributes such as argparse makes")
+    if not isinstance(config, Mapping):
+        if isinstance(config, type) or not hasattr(config, "__dict__"):
+            raise TypeError(
+                f"got config={config!r}; it is a mapping, or an object with attributes such as argparse makes"
+            )
+        config = vars(config)
+    return {str(name): value for name, value in config.items()}
 
 
 def _hyper_parameters(learn: "Learner") -> dict[str, Any]:
