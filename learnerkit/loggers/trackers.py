@@ -137,10 +137,6 @@ class _Service(Tracker):
         """Return the run that is open in this process, or `None`."""
         raise NotImplementedError
 
-    def _id_of(self, run: Any) -> str:
-        run_id: str = run.id
-        return run_id
-
     def _begin(self) -> Any:
         """Go on with the run `_id`; if that is `None`, begin one."""
         raise NotImplementedError
@@ -154,15 +150,15 @@ class _Service(Tracker):
 
     def _open(self) -> Any:
         run = self._active()
-        if run is not None and self._id_of(run) in _begun_here and self._id_of(run) != self._id:
+        if run is not None and run.id in _begun_here and run.id != self._id:
             self._end(run)
             run = None
         if run is None:
             run = self._begin()
-            _begun_here.add(self._id_of(run))
-        if self._goes_back and self._id_of(run) == self._id:
+            _begun_here.add(run.id)
+        if self._goes_back and run.id == self._id:
             self._there = self._there_of(run)
-        self._id, self._native = self._id_of(run), run
+        self._id, self._native = run.id, run
         return run
 
     def _write_config(self, config: dict[str, Any]) -> None:
@@ -177,7 +173,7 @@ class _Service(Tracker):
 
     def close(self) -> None:
         """End the run, unless it is yours: the next fit begins another one."""
-        if self._id in _begun_here and (run := self._active()) is not None and self._id_of(run) == self._id:
+        if self._id in _begun_here and (run := self._active()) is not None and run.id == self._id:
             self._end(run)
         super().close()
 
@@ -275,10 +271,6 @@ class CometCallback(_Service):
         import comet_ml
 
         return comet_ml.get_running_experiment()
-
-    def _id_of(self, run: Any) -> str:
-        run_id: str = run.get_key()
-        return run_id
 
     def _begin(self) -> Any:
         import comet_ml
