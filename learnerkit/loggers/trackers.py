@@ -362,8 +362,7 @@ class MLflowCallback(Tracker):
         there = self._handle.get_run(self._id).data.params
         params = {_allowed(name): str(value)[:_LONGEST] for name, value in flat(config).items()}
         new = [Param(name, value) for name, value in params.items() if name not in there]  # they cannot be changed
-        for i in range(0, len(new), _PARAMS):
-            self._handle.log_batch(self._id, params=new[i : i + _PARAMS])
+        self._handle.log_batch(self._id, params=new)
 
     def _write(self, records: list[Record]) -> None:
         from mlflow.entities import Metric
@@ -376,8 +375,7 @@ class MLflowCallback(Tracker):
             for name, value in record.numbers().items()
         ]
         try:
-            for i in range(0, len(metrics), _METRICS):
-                self._handle.log_batch(self._id, metrics[i : i + _METRICS])
+            self._handle.log_batch(self._id, metrics)
         except MlflowException as e:
             distributed.warn_once(f"{self!r}: records are lost: {in_one_line(e)}")
 
@@ -494,8 +492,8 @@ def _last_step(client: Any, run: Any, name: str) -> int:
     return max((at.step for at in client.get_metric_history(run, name)), default=-1)
 
 
-_METRICS, _PARAMS, _LONGEST = 1000, 100, 6000
-"""The most metrics and parameters that MLflow takes at a time, and the most characters of a parameter."""
+_LONGEST = 6000
+"""The most characters of a parameter that MLflow takes."""
 
 
 def _allowed(name: str) -> str:
