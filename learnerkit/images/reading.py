@@ -93,12 +93,10 @@ class ImageReader:
 
     def place(self, h: int, w: int) -> "Place":
         """Return where the pixels of a picture of height `h` and width `w` go."""
-        kept, inner, (height, width) = (h, w), self.size, self.size
-        if self.method == "crop":
-            kept = min(h, max(1, round(w * height / width))), min(w, max(1, round(h * width / height)))
-        elif self.method == "pad":
-            inner = min(height, max(1, round(h * width / w))), min(width, max(1, round(w * height / h)))
-        return Place((h, w), kept, inner, self.size)
+        stored = h, w
+        kept = _largest(stored, self.size) if self.method == "crop" else stored
+        inner = _largest(self.size, stored) if self.method == "pad" else self.size
+        return Place(stored, kept, inner, self.size)
 
     @property
     def _mode(self) -> str:
@@ -124,7 +122,10 @@ class ImageReader:
     def _fit(self, pixels: Tensor) -> Tensor:
         place = self.place(*pixels.shape[1:])
         (top, left), (kept_h, kept_w) = place.corner, place.kept
-        return F.pad(_resized(pixels[:, top : top + kept_h, left : left + kept_w], place.inner), place.border)
+        pixels = pixels[:, top : top + kept_h, left : left + kept_w]
+        if pixels.shape[1:] != place.inner:
+            pixels = F.interpolate(pixels[None], place.inner, mode="bilinear", antialias=True)[0]
+        return F.pad(pixels, place.border)
 
 
 class Place(NamedTuple):
@@ -173,10 +174,10 @@ _ORIENTATION = 0x0112  # the number of the EXIF tag
 _OF_16_BITS = ("PNG", "PPM")  # formats whose 16 bits PIL may read as whole numbers of 32 bits
 
 
-def _resized(pixels: Tensor, size: tuple[int, int]) -> Tensor:
-    if pixels.shape[1:] == size:
-        return pixels
-    return F.interpolate(pixels[None], size, mode="bilinear", antialias=True)[0]
+def _largest(within: tuple[int, int], like: tuple[int, int]) -> tuple[int, int]:
+    "Return the largest (height, width) within one size that has the proportions of another."
+    (h, w), (height, width) = within, like
+    return min(h, max(1, round(w * height / width))), min(w, max(1, round(h * width / height)))
 
 
 def _as_bytes(picture: Tensor | np.ndarray) -> np.ndarray:
