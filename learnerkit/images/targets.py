@@ -34,7 +34,7 @@ class TargetReader:
     def __init__(self, kind: str = "class", classes: Sequence[str] | None = None) -> None:
         if kind not in TARGETS:
             raise ValueError(
-                f"got targets={kind!r}{did_you_mean(str(kind), TARGETS)}; it is one of {', '.join(map(repr, TARGETS))}"
+                f"got targets={kind!r}{did_you_mean(kind, TARGETS)}; it is one of {', '.join(map(repr, TARGETS))}"
             )
         self.kind, self.classes = kind, classes
         self._numbers = {name: number for number, name in enumerate(classes or ())}
@@ -48,10 +48,12 @@ class TargetReader:
         Raises:
             ValueError: nothing of the kind.
         """
-        if self.kind in ("class", "masks"):
+        if self.kind in ("class", "masks") or (self.kind == "classes" and isinstance(y, Tensor)):
             return y
         if self.kind == "classes":
-            return y if isinstance(y, Tensor) else self._several(y)
+            several = torch.zeros(len(self._numbers))
+            several[self.numbers(map(str, listed(y)))] = 1
+            return several
         if self.kind == "boxes":
             if not isinstance(y, Mapping) or set(y) != {"boxes", "labels"}:
                 raise ValueError(f"got {describe(y)}; the boxes of a picture are a dict with 'boxes' and 'labels'")
@@ -79,11 +81,6 @@ class TargetReader:
             raise ValueError(f"got the target {y!r}; targets={self.kind!r} are {width} numbers each")
         return numbers.reshape(-1, width) if width else numbers
 
-    def _several(self, names: Any) -> Tensor:
-        y = torch.zeros(len(self._numbers))
-        y[self.numbers(map(str, listed(names)))] = 1
-        return y
-
     def numbers(self, names: Any) -> Tensor:
         """Return the numbers of classes, int64, that are given by name or, of boxes, by number.
 
@@ -100,7 +97,7 @@ class TargetReader:
             names = list(names)
             are_names = any(map(str.isdecimal, self._numbers))
             indices = [self._numbers.get(str(name), None if are_names else name) for name in names]
-        most = len(self._numbers) if self.classes else None
+        most = len(self._numbers)
         wrong = [
             name
             for name, x in zip(names, indices, strict=True)
