@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
-from itertools import chain
+from itertools import chain, compress
 from numbers import Integral
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +132,7 @@ class ImageData:
                 f"{len(stray):,} pictures lie in no folder of a class, such as {stray[0]}; put them into one, or say "
                 "label=, a function of the path"
             )
-        label = label or _folder_name
+        label = label or attrgetter("parent.name")
         parts = [(paths, [label(Path(p)) for p in paths]) for _, paths in pictures]
         if isinstance(valid, str):
             return cls._of_parts(parts, **reading)
@@ -239,8 +240,7 @@ class ImageData:
             if by_class:
                 _check_names(labels)
             out = held_out(valid, labels if by_class else [0] * len(labels), seed)
-            rows = [[i for i, is_out in enumerate(out) if is_out == is_valid] for is_valid in (False, True)]
-            parts = [([items[i] for i in part], [labels[i] for i in part]) for part in rows]
+            parts = [(list(compress(items, part)), list(compress(labels, part))) for part in (~out, out)]
         return cls._of_parts(parts, **reading)
 
     @classmethod
@@ -431,10 +431,6 @@ def _as_boxes(rows: list[tuple]) -> dict[str, list]:
     return {"boxes": [row[:4] for row in rows], "labels": [row[4] for row in rows]}
 
 
-def _folder_name(path: Path) -> str:
-    return path.parent.name
-
-
 def _check_undivided(path: Path, train: str) -> None:
     beside = [name for name in ("valid", "val", "test") if (path / train).is_dir() and (path / name).is_dir()]
     if beside:
@@ -464,16 +460,16 @@ def _readable(paths: list[str]) -> list[str]:
     "Return the paths of the files that can be read, and print on rank 0 how many cannot."
     reader = ImageReader((1, 1))
 
-    def fails(path: str) -> bool:
+    def can_read(path: str) -> bool:
         try:
             reader(path)
         except OSError:
-            return True
-        return False
+            return False
+        return True
 
     with ThreadPoolExecutor(usable_cores()) as threads:  # decoding does not hold Python's lock
-        marked = list(zip(paths, threads.map(fails, paths), strict=True))
-    damaged = [path for path, wrong in marked if wrong]
+        whole = list(compress(paths, threads.map(can_read, paths)))
+    damaged = sorted({*paths}.difference(whole))
     if damaged and distributed.is_main():
         print(f"left out as damaged: {len(damaged):,} of {len(paths):,} pictures, such as {first_few(damaged, n=3)}")
-    return [path for path, wrong in marked if not wrong]
+    return whole
