@@ -171,14 +171,8 @@ class ImageData:
         if several and kind in ("class", "masks"):
             raise ValueError(f"got label={label!r}; targets={kind!r} are in one column")
         rows = list(df[[*label]].itertuples(index=False, name=None) if several else df[label])
-        items, out = df[image].tolist(), None
-        if isinstance(valid, str):
-            out = list(map(bool, df[valid]))
-            if not set(df[valid]) <= {True, False}:
-                raise ValueError(
-                    f"the column {valid!r} has {first_few(map(repr, set(df[valid].tolist())))}; it is true or false in "
-                    "each row"
-                )
+        if isinstance(valid, str) and not (flags := set(df[valid].tolist())) <= {True, False}:
+            raise ValueError(f"the column {valid!r} has {first_few(map(repr, flags))}; it is true or false in each row")
         if kind == "classes" and several:
             if wrong := {x for row in rows for x in row} - {0, 1}:
                 raise ValueError(
@@ -188,15 +182,16 @@ class ImageData:
             rows = [[name for name, is_one in zip(label, row, strict=True) if is_one] for row in rows]
             reading.setdefault("classes", label)
         elif kind == "boxes" and several:
-            first = {item: i for i, item in reversed(list(enumerate(items)))}
-            boxes: dict[Any, list] = {item: [] for item in items}
-            for item, row in zip(items, rows, strict=True):
+            boxes: dict[Any, list] = {item: [] for item in df[image]}
+            for item, row in zip(df[image], rows, strict=True):
                 boxes[item].append(row)
-            items, rows = list(boxes), [_as_boxes(found) for found in boxes.values()]
-            out = out and [out[first[item]] for item in items]
+            rows = [_as_boxes(found) for found in boxes.values()]
+            df = df.drop_duplicates(image)
         elif kind == "masks":
             rows = [Path(path, row) for row in rows]
-        return cls.from_items([Path(path, item) for item in items], rows, valid if out is None else out, **reading)
+        if isinstance(valid, str):
+            valid = list(map(bool, df[valid]))
+        return cls.from_items([Path(path, item) for item in df[image]], rows, valid, **reading)
 
     @classmethod
     def from_func(
@@ -425,7 +420,7 @@ def _in_lists(samples: list[tuple]) -> tuple:
 
 
 def _as_boxes(rows: list[tuple]) -> dict[str, list]:
-    if any(len(row) != 5 for row in rows):
+    if len(rows[0]) != 5:
         raise ValueError(f"got {len(rows[0])} columns of boxes; they are five: x0, y0, x1, y1 and the label")
     rows = [row for row in rows if any(x == x and x is not None for x in row)]  # NaN differs from itself
     return {"boxes": [row[:4] for row in rows], "labels": [row[4] for row in rows]}
