@@ -251,22 +251,21 @@ class ImageData:
         "Make an `ImageData` of pictures and labels to train on and to validate on."
         if targets == "classes":
             parts = [(items, [listed(label, delim) for label in labels]) for items, labels in parts]
-        names = None if classes is None else list(classes)
+        names = None if classes is None else list(map(str, classes))
         if targets in ("class", "classes"):
             known = set(parts[0][1] if targets == "class" else chain.from_iterable(parts[0][1]))
             _check_names(known)
-            names = sorted(known) if names is None else names
+            names = list(map(str, sorted(known))) if names is None else names
             if len(names) < 2:
                 raise ValueError(f"the classes to train on are: {first_few(names) or 'none'}; there have to be two")
-        reader = TargetReader(targets, None if names is None else list(map(str, names)))
+        reader = TargetReader(targets, names)
         if targets == "class":
-            unknown = {str(name) for _, labels in parts for name in labels} - {*(reader.classes or ())}
+            unknown = {str(name) for _, labels in parts for name in labels} - {*(names or ())}
             if unknown and classes is None:
                 raise ValueError(f"validated on, but not trained on: the classes {first_few(sorted(unknown))}")
             parts = [(items, reader.numbers(map(str, labels)).tolist()) for items, labels in parts]
-        encoded = [[reader.encoded(label) for label in labels] for _, labels in parts]
-        reader.check(chain.from_iterable(encoded))
-        datasets = [list(zip(items, ys, strict=True)) for (items, _), ys in zip(parts, encoded, strict=True)]
+        datasets = [list(zip(items, map(reader.encoded, labels), strict=True)) for items, labels in parts]
+        reader.check(y for _, y in chain.from_iterable(datasets))
         return cls(datasets[0], datasets[1] if len(datasets) > 1 else None, names, targets=targets, **reading)
 
     def __repr__(self) -> str:
