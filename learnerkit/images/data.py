@@ -360,12 +360,14 @@ class ImageDataLoaders(DataLoaders):
 
     def split(self, batch: Any, arguments: Sequence[str] | None = None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Split a batch as `DataLoaders` do, with images as floats."""
-        (images, *others), targets = super().split(batch, arguments)
+        (images, *others), (*targets,) = super().split(batch, arguments)
         images = images / 255 if images.dtype == torch.uint8 else images
-        if self.augment and self._shows_augmented and self.targets in DRAWN:
-            images, *moved = transformed(self.augment, self.targets, images, *targets)
-            return (images, *others), tuple(moved)
-        return (self.augment(images) if self.augment and self._shows_augmented else images, *others), targets
+        if self.augment and self._shows_augmented:
+            if self.targets in DRAWN:
+                images, *targets = transformed(self.augment, self.targets, images, *targets)
+            else:
+                images = self.augment(images)
+        return (images, *others), tuple(targets)
 
     def test_dl(self, items: Any, bs: int | None = None, **loader_kwargs: Any) -> DataLoader[Any]:
         """A loader over pictures without classes, in their order, for `learn.get_preds(dl=...)`.
