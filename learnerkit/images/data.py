@@ -313,13 +313,14 @@ class ImageData:
             first = sample[0] if isinstance(sample, tuple) else sample
             cores = usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
             num_workers = min(_MOST_WORKERS, cores) if isinstance(first, str | os.PathLike) else 0
-        kwargs |= {"bs": bs, "num_workers": num_workers}
         if self.targets == "boxes":
             kwargs.setdefault("collate_fn", _in_lists)
         train_ds = self.train_ds
         if transform is not None:
             train_ds = ReadImages(train_ds.samples, self.reader, train_ds.targets, transform)
-        dls = self._with_loaders(ImageDataLoaders.from_datasets(train_ds, self.valid_ds, **kwargs))
+        dls = self._with_loaders(
+            ImageDataLoaders.from_datasets(train_ds, self.valid_ds, bs=bs, num_workers=num_workers, **kwargs)
+        )
         if augment:
             dls.augment = ImageAugmentation() if augment is True else augment
             moves = self.targets in DRAWN
