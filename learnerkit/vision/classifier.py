@@ -405,22 +405,27 @@ class MethodBody(nn.Module):
 def _make_body(network: nn.Module, cut: int | Callable | None, n_in: int) -> tuple[nn.Module, Tensor]:
     "Return the body, and its output for a small image."
     if cut is None:
-        body, image = _without_classifier(network, n_in)
-        return body, _checked_output(_run(body, image), network)
-    if isinstance(cut, int):
-        body = _chain(network, [name for name, _ in network.named_children()][:cut])
-    elif callable(cut):
-        body = cut(network)
+        body, out = _without_classifier(network, n_in)
     else:
-        raise TypeError(f"got cut={cut!r}; it is a number of children, or a function of the network")
-    if not isinstance(body, nn.Module) or not any(True for _ in body.parameters()):
-        raise ValueError(f"cut={cut!r} left {describe(body)} without parameters; {_children(network)}")
-    _, out = run_on_image(body, n_in, network)
-    return body, _checked_output(out, network)
+        if isinstance(cut, int):
+            body = _chain(network, [name for name, _ in network.named_children()][:cut])
+        elif callable(cut):
+            body = cut(network)
+        else:
+            raise TypeError(f"got cut={cut!r}; it is a number of children, or a function of the network")
+        if not isinstance(body, nn.Module) or not any(True for _ in body.parameters()):
+            raise ValueError(f"cut={cut!r} left {describe(body)} without parameters; {_children(network)}")
+        _, out = run_on_image(body, n_in, network)
+    if not isinstance(out, Tensor) or out.ndim not in (2, 4):
+        raise ValueError(
+            f"the body of {type(network).__name__} returns a {describe(out)}; it must return feature maps (batch, n, "
+            f"height, width) or vectors (batch, n); {_hint(network)}"
+        )
+    return body, out
 
 
-def _without_classifier(network: nn.Module, n_in: int) -> tuple[nn.Module, Tensor]:
-    """Return the part of a network that makes its classifier's input, if possible as feature maps, and a test image.
+def _without_classifier(network: nn.Module, n_in: int) -> tuple[nn.Module, Any]:
+    """Return the part of a network that makes its classifier's input, if possible as feature maps, and its output.
 
     The classifier is the last child with parameters that the network calls. The output of a candidate for the body
     must be, after pooling, the classifier's input; if none fits, the body is the network without its classifier.
@@ -452,7 +457,7 @@ def _without_classifier(network: nn.Module, n_in: int) -> tuple[nn.Module, Tenso
         if fits:
             if isinstance(body, MethodBody):
                 setattr(network, classifier, nn.Identity())
-            return body, image
+            return body, out
     used = {name.split(".")[0] for name, _ in calls}
     unused = [name for name, child in children.items() if _n_params(child) and name not in used]
     if unused:  # such as the auxiliary classifiers of GoogLeNet, which are used only in training
@@ -461,7 +466,7 @@ def _without_classifier(network: nn.Module, n_in: int) -> tuple[nn.Module, Tenso
             f"classifiers, build it without: model_kwargs={{'aux_logits': False}}); {_hint(network)}"
         )
     setattr(network, classifier, nn.Identity())
-    return network, image
+    return network, _run(network, image)
 
 
 def _candidates(network: nn.Module, before: list[str]) -> Iterator[tuple[nn.Module, nn.Module]]:
@@ -518,15 +523,6 @@ def run_on_image(
         f"could not run {type(network).__name__} on a {describe(image)}: {type(error).__name__}: {error}; "
         f"{_hint(network)}"
     ) from error
-
-
-def _checked_output(out: Any, network: nn.Module) -> Tensor:
-    if not isinstance(out, Tensor) or out.ndim not in (2, 4):
-        raise ValueError(
-            f"the body of {type(network).__name__} returns a {describe(out)}; it must return feature maps (batch, n, "
-            f"height, width) or vectors (batch, n); {_hint(network)}"
-        )
-    return out
 
 
 def _hint(network: nn.Module) -> str:
