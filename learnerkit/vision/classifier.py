@@ -437,8 +437,9 @@ def _without_classifier(network: nn.Module, n_in: int) -> tuple[nn.Module, Any]:
         for name, module in network.named_modules()
         if name
     ]
+    hooks.append(network.register_forward_pre_hook(lambda *_: calls.clear()))  # an image may have been too small
     try:
-        image, _ = run_on_image(network, n_in, network, before=calls.clear)
+        image, _ = run_on_image(network, n_in, network)
     finally:
         for hook in hooks:
             hook.remove()
@@ -503,9 +504,7 @@ def _run(module: nn.Module, x: Tensor) -> Any:
         return module.eval()(x)
 
 
-def run_on_image(
-    module: nn.Module, n_in: int, network: nn.Module, before: Callable[[], None] = lambda: None
-) -> tuple[Tensor, Any]:
+def run_on_image(module: nn.Module, n_in: int, network: nn.Module) -> tuple[Tensor, Any]:
     """Return an image that the module accepts, of the network's own size or else 64 or 224 pixels, and its output."""
     conv = _first_conv(module)
     like = next(module.parameters(), torch.empty(0))
@@ -514,7 +513,6 @@ def run_on_image(
         # Noise of both signs: two bodies could give the same output for a blank or a positive image.
         noise = torch.Generator().manual_seed(0)
         image = torch.randn(1, conv.in_channels if conv else n_in, size, size, generator=noise).to(like)
-        before()
         try:
             return image, _run(module, image)
         except Exception as e:  # any error, since the image may be too small
