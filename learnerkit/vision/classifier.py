@@ -254,7 +254,7 @@ def split_layers(model: nn.Module) -> list[list[nn.Parameter]]:
     if "layer3" in stages:
         units = [list(stages["layer3"].parameters())]
     else:
-        units = list(_units(network, sum(p.numel() for p in body) / 2))
+        units = list(_units(network, _n_params(network) / 2))
     first = units[len(units) // 2][0] if units else None
     early = list(takewhile(lambda p: p is not first, body))
     return [early, list(body)[len(early) :], [p for p in model.parameters() if p not in body]]
@@ -264,7 +264,7 @@ def _units(module: nn.Module, limit: float) -> Iterator[list[nn.Parameter]]:
     "Yield the parameters of each block; containers, and modules with more than `limit` parameters, are divided."
     own, whole = list(module.parameters(recurse=False)), list(module.parameters())
     container = type(module) in (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-    is_block = not container and sum(p.numel() for p in whole) <= limit
+    is_block = not container and _n_params(module) <= limit
     if params := whole if is_block else own:
         yield params
     for part in () if is_block else module.children():
