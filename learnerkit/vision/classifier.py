@@ -153,10 +153,10 @@ def known_body(
         network = copy.deepcopy(model_fn)
     body, out = _make_body(network, cut, n_in)
     _adapt_channels(body, n_in)
-    stats = _channel_stats(normalize, weights, network, n_in)
+    layer = _normalizing(normalize, weights, network, n_in)
     if pretrained is None:
         pretrained = isinstance(model_fn, nn.Module) or weights is not None
-    return body, out, None if stats is None else Normalize(*stats), pretrained
+    return body, out, layer, pretrained
 
 
 # The parts of the model
@@ -559,10 +559,8 @@ def _adapt_channels(body: nn.Module, n_in: int) -> None:
     conv.in_channels, conv.weight = n_in, nn.Parameter(new)
 
 
-def _channel_stats(
-    normalize: Any, weights: Any, network: nn.Module, n_in: int
-) -> tuple[list[float], list[float]] | None:
-    "Return the mean and the standard deviation of each channel."
+def _normalizing(normalize: Any, weights: Any, network: nn.Module, n_in: int) -> Normalize | None:
+    "Return the layer that normalizes images of `n_in` channels, if there is to be one."
     if normalize is False:
         return None
     if normalize is True:
@@ -573,14 +571,14 @@ def _channel_stats(
         mean, std = map(list, (transform.mean, transform.std) if has_stats else known)
         if len(mean) != n_in:
             mean, std = ([sum(numbers) / len(numbers)] * n_in for numbers in (mean, std))
-        return mean, std
+        return Normalize(mean, std)
     try:
         mean, std = ([float(number) for number in numbers] for numbers in normalize)
     except (TypeError, ValueError):
         raise TypeError(f"got normalize={normalize!r}; it is True, False, or (mean, std) of each channel") from None
     if not len(mean) == len(std) == n_in or min(std) <= 0:
         raise ValueError(f"got normalize={normalize!r}; n_in={n_in} needs as many means, and stds above 0")
-    return mean, std
+    return Normalize(mean, std)
 
 
 def _scaled(dls: DataLoaders, n_out: int | None) -> Scaled | None:
