@@ -283,7 +283,7 @@ def _build(builder: Any, weights: Any, model_kwargs: dict, pretrained: bool | No
     source = None  # A user's own builder may load weights by itself.
     if isinstance(builder, _OfTimm):
         source = "timm"
-    elif _is_torchvisions(builder):
+    elif (getattr(builder, "__module__", None) or "").startswith("torchvision."):
         source = "torchvision"
     if weights is None:
         if pretrained and model_kwargs.get("weights") is None and source:
@@ -305,10 +305,6 @@ def _build(builder: Any, weights: Any, model_kwargs: dict, pretrained: bool | No
         said = f"pretrained weights: {loaded}" if loaded else "random weights; weights='DEFAULT' loads pretrained ones"
         print(f"{_name(builder)} of {source} has {said}")
     return network, weights
-
-
-def _is_torchvisions(builder: Callable) -> bool:
-    return (getattr(builder, "__module__", None) or "").startswith("torchvision.")
 
 
 def _named(name: str) -> Callable:
@@ -362,7 +358,7 @@ def _find_weights(builder: Callable, weights: Any) -> Any:
         return known.verify(weights)
     except (KeyError, TypeError):
         names = list(known.__members__)
-        near = did_you_mean(str(weights), names)
+        near = did_you_mean(weights, names)
         raise ValueError(f"got weights={weights!r}{near}; {_name(builder)} has {', '.join(names)}") from None
 
 
