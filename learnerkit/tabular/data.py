@@ -292,12 +292,15 @@ class TabularDataLoaders(DataLoaders):
 
     def input_batch(self, *items: Any) -> tuple[Any, Any]:
         """Return a batch of some rows, as `test_dl` gives it, and what stands for its loader."""
-        alike: dict[Any, list[int]] = {}  # a frame of other rows could hide that one has no such column, or other types
-        for i, row in enumerate(items):
-            kinds = tuple((name, type(value)) for name, value in row.items()) if hasattr(row, "items") else None
-            alike.setdefault(kinds, []).append(i)
-        parts = [self.data.encode([items[i] for i in rows]) for rows in alike.values()]
-        order = torch.tensor([i for rows in alike.values() for i in rows]).argsort()
+
+        def kinds(i: int) -> tuple | None:
+            row = items[i]
+            return tuple((name, type(value)) for name, value in row.items()) if hasattr(row, "items") else None
+
+        # A frame of other rows could hide that one has no such column, or other types.
+        alike = groupby(range(len(items)), kinds).values()
+        parts = [self.data.encode([items[i] for i in rows]) for rows in alike]
+        order = torch.tensor([i for rows in alike for i in rows]).argsort()
         return tuple(torch.cat(tensors)[order] for tensors in zip(*parts, strict=True)), ONLY_INPUTS
 
 
