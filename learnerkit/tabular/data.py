@@ -108,23 +108,24 @@ class TabularData:
         cats, conts = (names if names is None else listify(names) for names in (cats, conts))
         named = [*(cats or ()), *(conts or ()), *(dates := listify(dates))]
         _check_columns(frame, [y, *named])
-        if frame[y].dtype.kind in "mM":
+        target = frame[y]
+        if target.dtype.kind in "mM":
             raise ValueError(
                 f"column {y!r}, which is to be predicted, holds dates or durations; make it one of numbers, such as "
                 "days, or of classes by astype('category')"
             )
-        by_values = look(frame[y], frame[y])
-        is_class = frame[y].dtype.kind not in "fc" and by_values.role != "conts"
-        if by_values.role == "conts" and holds_text(frame[y]):
+        holds_numbers = look(target, target).role == "conts"
+        if holds_numbers and holds_text(target):
             raise ValueError(
                 f"column {y!r}, which is to be predicted, holds numbers as text "
-                f"({no_numbers(frame[y]) or 'all of it'}); make it one of numbers (pandas.to_numeric), or of classes "
+                f"({no_numbers(target) or 'all of it'}); make it one of numbers (pandas.to_numeric), or of classes "
                 "by astype('category')"
             )
+        kind = Numbers if holds_numbers or target.dtype.kind in "fc" else Categories
         if hasattr(valid, "columns"):
             train, rest = frame, _as_frame(valid)
         else:
-            mask = held_out(valid, distinct(frame[y])[0] if is_class else frame[y].notna(), seed)
+            mask = held_out(valid, distinct(target)[0] if kind is Categories else target.notna(), seed)
             train, rest = frame[~mask], frame[mask]
         decides = cats is None or conts is None
         roles = {name: look(train[name], frame[name]) for name in frame if name not in (y, *named)} if decides else {}
@@ -133,20 +134,20 @@ class TabularData:
             cats = [name for name, seen in roles.items() if seen.role in ("cats", "few")]
         if conts is None:
             conts = [name for name, seen in roles.items() if seen.role in ("conts", "few") and name not in cats]
-        target = (Categories if is_class else Numbers).of(train[y])
-        if isinstance(target, Categories) and len(target.values) < 2:
-            raise ValueError(f"all rows to train on have {y!r} = {target.values[0]!r}; there is nothing to learn")
+        learned = kind.of(train[y])
+        if isinstance(learned, Categories) and len(learned.values) < 2:
+            raise ValueError(f"all rows to train on have {y!r} = {learned.values[0]!r}; there is nothing to learn")
         dated = [Dates.of(train[name]) for name in dates]
         parts = _parts_that_differ(dated, train)
         data = cls(
             [*(Categories.of(train[name]) for name in cats), *parts[0]],
             [*(Numbers.of(train[name]) for name in conts), *parts[1]],
-            target,
+            learned,
             dates=dated,
         )
         data.train_ds, data.valid_ds = data._dataset(train), data._dataset(rest) if len(rest) else None
         left = {name: seen for name, seen in roles.items() if name not in (*cats, *conts)}
-        told |= {name: seen.told for name, seen in roles.items() if seen.told and name not in left}
+        told |= {name: seen.told for name, seen in roles.items() if name not in left}
         if distributed.is_main():
             lines = [str(data), _said("left out", _reasons(left), "; ")] if decides else []
             for line in (*lines, *_to_look_at(told)):
