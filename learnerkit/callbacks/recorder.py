@@ -351,7 +351,6 @@ class Recorder(Callback):
         ValueError: `beta` below 0, or not below 1.
     """
 
-    name = "recorder"  # a subclass is `learn.recorder`, too
     order = 50
     only_fit = True
 
@@ -366,6 +365,11 @@ class Recorder(Callback):
         self.logged: dict[str, WeighedScalars] = {}
         self._written: tuple[int, int] | None = None  # the fit and the epoch of the last row at the end of an epoch
         self._start()
+
+    @property
+    def name(self) -> str:
+        """The name 'recorder', also of a subclass: it is `learn.recorder`."""
+        return "recorder"
 
     def _start(self) -> None:
         self.values: list[list[float]] = []
