@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
@@ -96,9 +96,11 @@ class StorePath:
 
     def _kind(self) -> str:
         # `isfile` of fsspec answers False where a store cannot be reached.
-        with suppress(FileNotFoundError), self._opened() as (system, path):
-            return system.info(path)["type"]
-        return ""
+        try:
+            with self._opened() as (system, path):
+                return system.info(path)["type"]
+        except FileNotFoundError:
+            return ""
 
     def is_file(self) -> bool:
         """Tell whether this is an object."""
@@ -109,10 +111,12 @@ class StorePath:
         return self._kind() == "directory"
 
     def _entries(self) -> dict[str, dict[str, Any]]:
-        with suppress(FileNotFoundError), self._opened() as (system, path):
-            entries = system.ls(path, detail=True)
-            return {entry["name"].rstrip("/").rpartition("/")[2]: entry for entry in entries}
-        return {}
+        try:
+            with self._opened() as (system, path):
+                entries = system.ls(path, detail=True)
+        except FileNotFoundError:
+            return {}
+        return {entry["name"].rstrip("/").rpartition("/")[2]: entry for entry in entries}
 
     def iterdir(self) -> Iterator["StorePath"]:
         """Yield the objects and folders in this folder; none if there is no such folder."""
@@ -124,10 +128,12 @@ class StorePath:
 
     def rglob(self, name: str) -> list["StorePath"]:
         """Return the objects of this name in the folder and below."""
-        with suppress(FileNotFoundError), self._opened() as (system, path):
-            found = [each.removeprefix(path) for each in system.find(path)]
-            return [StorePath(self.url + each) for each in found if each.endswith(f"/{name}")]
-        return []
+        try:
+            with self._opened() as (system, path):
+                found = [each.removeprefix(path) for each in system.find(path)]
+        except FileNotFoundError:
+            return []
+        return [StorePath(self.url + each) for each in found if each.endswith(f"/{name}")]
 
     def read_bytes(self) -> bytes:
         """Return the content of the object."""
