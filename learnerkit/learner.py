@@ -479,8 +479,7 @@ class Learner(RunState):
     def create_opt(self) -> Any:
         """Set `opt`: by default one optimizer of the splitter's groups; a subclass may make a dict of them."""
         first = max(optim.rates(self.lr, len(self.lr) if isinstance(self.lr, list) else 2))
-        groups = optim.make_groups(self.model, self.splitter)
-        self.opt = optim.make_optimizer(self.opt_func, groups, first, self.model)
+        self.opt = optim.make_optimizer(self.opt_func, optim.make_groups(self.model, self.splitter), first, self.model)
 
     @collective
     def closure(self, reuse: bool = False) -> Callable[[], Tensor]:
@@ -1112,12 +1111,12 @@ class Learner(RunState):
         self._device = self.dls.device
         fitting, nested = task == "fit", self._dispatch is not None
         if not nested:
-            by_rows = self.dls.batch_dim == 0
-            self._loss_weighting = LossWeight(self.loss_func, self.loss_weight, self.model, self.dls.aligned, by_rows)
+            self._loss_weighting = LossWeight(
+                self.loss_func, self.loss_weight, self.model, self.dls.aligned, self.dls.batch_dim == 0
+            )
             arguments.check_loss(self)
         self._loss_without_targets = loss_without_targets(self)
-        kept = TRANSIENT if fitting else (*TRANSIENT, *COUNTERS)
-        outer = {name: getattr(self, name) for name in kept}
+        outer = {name: getattr(self, name) for name in (TRANSIENT if fitting else (*TRANSIENT, *COUNTERS))}
         with self.added_cbs(cbs), training_modes(self.model), kept_flags(self.cbs), parallel.agreement_for(self, task):
             sets_modes = [cb for cb in self.cbs if isinstance(cb, TrainEvalCallback) and not nested]
             for cb in sets_modes:
@@ -1373,8 +1372,7 @@ class Learner(RunState):
         try:
             yield self
         finally:
-            gone = [cb for cb in before if cb not in self.cbs]
-            self.add_cbs(gone)
+            self.add_cbs([cb for cb in before if cb not in self.cbs])
             self.cbs.sort(key=lambda cb: before.index(cb) if cb in before else len(before))
 
     def no_bar(self) -> AbstractContextManager[Learner]:

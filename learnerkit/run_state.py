@@ -658,10 +658,10 @@ class Resumption:
     def _put_rest(self, learn: "Learner") -> None:
         counters = self.state["counters"]
         with fitting(self.name):
-            # A budget of steps sets it by itself.
-            if learn.n_epoch and (counters["n_epoch"] or not counters["n_steps"]):
-                same = learn.n_epoch == counters["n_epoch"]  # in this case the value is exact, without a rounding
-                learn.pct_train = counters["pct_train"] * (1 if same else counters["n_epoch"] / learn.n_epoch)
+            before, now = counters["n_epoch"], learn.n_epoch
+            if now and (before or not counters["n_steps"]):  # A budget of steps sets it by itself.
+                # Of equal lengths the value is exact, without a rounding.
+                learn.pct_train = counters["pct_train"] * (1 if now == before else before / now)
             put_rest(learn, self.state, self.name)
 
 

@@ -188,11 +188,11 @@ class CheckpointCallback(StepCounter):
             if checkpoint is None and follows and carried is not None and position is not None:
                 position.follow(*carried)
             self._first = first_attributes(learn)
-            now, storage = state_dict(learn), self._storage
-            storage.check_values(*_parts(now))
+            now = state_dict(learn)
+            self._storage.check_values(*_parts(now))
             if checkpoint is not None:
                 self._take_up(checkpoint, now)
-            storage.check_writable()
+            self._storage.check_writable()
         if inside := optim.unsaved_inside(learn.opts):
             distributed.warn_once(
                 f"a resumed run begins with a new state of {first_few(inside)}, as checkpoints have what the "
@@ -605,8 +605,8 @@ def _read_state(saved: Checkpoint, learn: Any, now: State) -> State:
     """
     then, rank = saved.state(), distributed.rank()
     mine, file = saved.own(rank), f"{saved.path}/state.json: state"
-    theirs = ("TorchScheduler",)  # it has the state of a scheduler of any library
-    ours = {key for key, cb in keys(learn.cbs) if is_ours(type(cb)) and type(cb).__name__ not in theirs}
+    # TorchScheduler has the state of a scheduler of any library.
+    ours = {key for key, cb in keys(learn.cbs) if is_ours(type(cb)) and type(cb).__name__ != "TorchScheduler"}
 
     def of_ours(states: State) -> State:
         return {key: value for key, value in states.items() if key in ours}
@@ -614,7 +614,7 @@ def _read_state(saved: Checkpoint, learn: Any, now: State) -> State:
     more = {
         "counters": now["counters"] | {"n_epoch": None, "n_steps": None},
         "opt": {},
-        "config": {"fit": {}, "optimizer": [""], "groups": [{} for opt in learn.opts for _ in opt.param_groups]},
+        "config": {"fit": {}, "optimizer": [""], "groups": [{}] * 99},  # Of lists as much as both have is compared.
         "order": [""],
         "position": None,
     }
