@@ -215,24 +215,26 @@ class MCDropout(Callback):
     run_train = False
 
     def __init__(self) -> None:
-        self._left_on: list[nn.Module] = []
+        # Of each evaluation that goes on: whether torch's fast path was on, and the modules that are to be put back.
+        self._before: list[tuple[bool, list[nn.Module]]] = []
 
     def before_validate(self) -> None:
-        self._fast = torch.backends.mha.get_fastpath_enabled()
-        torch.backends.mha.set_fastpath_enabled(False)  # the fast path of a transformer's layer leaves out its dropout
         modules = [m for m in self.learn.model.modules() if isinstance(m, Dropout)]
+        left_on = [m for m in modules if not m.training]
+        self._before.append((torch.backends.mha.get_fastpath_enabled(), left_on))
         if not modules:
             raise ValueError(
                 f"MCDropout found no module of dropout in {type(unwrap(self.learn.model)).__name__}: predictions would "
                 "be alike in each pass; it acts on nn.Dropout and the like, not on functions of dropout"
             )
-        self._left_on = [m for m in modules if not m.training]
-        for module in self._left_on:
+        torch.backends.mha.set_fastpath_enabled(False)  # the fast path of a transformer's layer leaves out its dropout
+        for module in left_on:
             module.train()
 
     def cleanup_validate(self) -> None:
-        torch.backends.mha.set_fastpath_enabled(self._fast)
-        for module in self._left_on:
+        fast, left_on = self._before.pop()
+        torch.backends.mha.set_fastpath_enabled(fast)
+        for module in left_on:
             module.eval()
 
 

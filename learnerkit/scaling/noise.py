@@ -13,7 +13,8 @@ from learnerkit.callback import Callback
 from learnerkit.callbacks.accumulation import GradientAccumulation
 from learnerkit.callbacks.precision import MixedPrecision, predictions_in_float32
 from learnerkit.callbacks.splitting import SplitBatch
-from learnerkit.data.batches import in_float32, likely_sizes
+from learnerkit.data.batches import in_float32
+from learnerkit.data.cuts import cut_rows
 from learnerkit.events import CancelBatchException, CancelException
 from learnerkit.gradient_mean import counts_something, host_count, total_norm
 from learnerkit.host_scalars import HostScalars
@@ -26,7 +27,6 @@ from learnerkit.shards import local
 from learnerkit.state import State
 from learnerkit.torch_internals import BatchNorm, remove_hooks
 from learnerkit.utils import add_note_once, overrides, unwrap
-from learnerkit.values import map_batch
 
 _LEAST = 20  # the least number of measured steps for a value of the table, if there are so many
 _OTHERWISE = "accumulate (GradientAccumulation(n_batches=2)), or train on several ranks, where no batch is cut"
@@ -322,12 +322,12 @@ class GradientNoiseScale(Callback):
         """Return the gradient of the mean loss of some samples of a batch, and what they count; inside a `trial`."""
         learn = self.learn
         try:
-            learn.xb, learn.yb = map_batch(
-                lambda t: t[start : start + size] if t.ndim and len(t) == whole else t, batch
-            )
-            learn.batch_size = size
-            if likely_sizes([*learn.xb, *learn.yb]) != {size}:
+            unknown: list = []
+            if learn.dls.rows_of_pass(*batch, unknown.append) != {whole} or unknown:
                 raise ValueError(f"GradientNoiseScale cannot cut a batch whose parts are not {whole} rows each")
+            dims = learn.dls.dims_of(*batch)
+            learn.xb, learn.yb = (cut_rows(part, dims[i], start, start + size) for i, part in enumerate(batch))
+            learn.batch_size = size
             learn._forward()
             if torch.is_autocast_enabled(learn.dls.device.type):
                 predictions_in_float32(learn)

@@ -838,7 +838,22 @@ def test_dropout_in_a_transformer_is_left_on_too():
     assert torch.equal(*(learn.get_preds()[0] for _ in range(2)))
 
 
+def test_an_evaluation_inside_another_one_puts_back_what_it_has_found():
+    learn = classifier()
+    inner = iter([True])
+    evaluate = Callback(after_pred=lambda cb: next(inner, False) and cb.learn.validate())
+    learn.validate(cbs=[MCDropout(), evaluate])
+    learn.add_cb(MCDropout())
+    inner = iter([True])
+    modes = []
+    learn.validate(cbs=[evaluate, Callback(after_batch=lambda cb: modes.append(cb.model[2].training))])
+    assert modes == [True] * len(modes) != []
+    assert torch.backends.mha.get_fastpath_enabled()
+    assert not any(module.training for module in learn.model.modules())
+
+
 def test_a_model_without_dropout_is_refused():
     learn = make_learner(model=nn.Linear(4, 1))
     with pytest.raises(ValueError, match="MCDropout found no module of dropout in Linear"):
         learn.get_preds(cbs=MCDropout())
+    assert torch.backends.mha.get_fastpath_enabled()

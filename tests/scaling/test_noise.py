@@ -29,9 +29,11 @@ from learnerkit import (
     CancelBackwardException,
     CancelBatchException,
     CheckpointCallback,
+    DataLoaders,
     GradientAccumulation,
     GradientClip,
     GradientNoiseScale,
+    Learner,
     MixedPrecision,
     SaveModelCallback,
 )
@@ -143,6 +145,27 @@ def test_two_quarters_of_a_batch_are_compared(loss):
         sums, counts = per_sample(learn.model, loss, x, y)
         assert row[2] == counts.sum()
         torch.testing.assert_close(row[4], (sums.sum(0) / counts.sum()).square().sum())
+
+
+def test_a_batch_is_cut_where_its_samples_are():
+    """There are as many steps of time as samples, and each sample has a relation of its own."""
+    n = 16
+    draws = torch.Generator().manual_seed(0)
+    slopes = torch.randn(n, 1, 3, generator=draws)
+    inputs = [torch.randn(n, 1, 3, generator=draws).repeat(1, n, 1) for _ in range(8)]
+    batches = [(x, (x * slopes).sum(2, keepdim=True)) for x in inputs]
+    first, second = ([(x.transpose(0, dim), y.transpose(0, dim)) for x, y in batches] for dim in (0, 1))
+    found = []
+    for data, dim in ((first, 0), (second, 1)):
+        dls = DataLoaders(data, device="cpu", batch_dim=dim)
+        learn = Learner(dls, nn.Linear(3, 1), nn.MSELoss(), opt_func=torch.optim.SGD, lr=0.0)
+        torch.nn.init.ones_(learn.model.weight)
+        torch.nn.init.ones_(learn.model.bias)
+        with learn.no_logging():
+            learn.fit(1, cbs=(scale := GradientNoiseScale(every=1)))
+        found.append(scale.value)
+    assert found[0] > 0.1
+    assert found[1] == pytest.approx(found[0], rel=1e-3)
 
 
 class Leave(Callback):
