@@ -220,7 +220,7 @@ class MCDropout(Callback):
 
     def before_validate(self) -> None:
         modules = [m for m in self.learn.model.modules() if isinstance(m, Dropout)]
-        left_on = [m for m in modules if not m.training]
+        left_on: list[nn.Module] = [m for m in modules if not m.training]
         self._before.append((torch.backends.mha.get_fastpath_enabled(), left_on))
         if not modules:
             raise ValueError(

@@ -318,12 +318,12 @@ class GradientNoiseScale(Callback):
         square = _square([t for t in apart if t is not None]) / self._scale() ** 2
         row |= {"squares": square * (one * other / (one + other)), "parts": 2}
 
-    def _gradient_of(self, batch: tuple, start: int, size: int, whole: int) -> tuple[list, Any]:
+    def _gradient_of(self, batch: tuple[Any, Any], start: int, size: int, whole: int) -> tuple[list, Any]:
         """Return the gradient of the mean loss of some samples of a batch, and what they count; inside a `trial`."""
         learn = self.learn
         try:
             unknown: list = []
-            if learn.dls.rows_of_pass(*batch, unknown.append) != {whole} or unknown:
+            if learn.dls.rows_of_pass(*batch, others=unknown.append) != {whole} or unknown:
                 raise ValueError(f"GradientNoiseScale cannot cut a batch whose parts are not {whole} rows each")
             dims = learn.dls.dims_of(*batch)
             learn.xb, learn.yb = (cut_rows(part, dims[i], start, start + size) for i, part in enumerate(batch))
