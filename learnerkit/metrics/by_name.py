@@ -30,6 +30,8 @@ OWN: dict[str, Any] = {metric.__name__: metric for metric in _FUNCTIONS}
 _CLASSES = {"auc": "AUROC", "f1": "F1Score", "precision": "Precision", "r2": "R2Score", "recall": "Recall"}
 """The classes of torchmetrics by name; before that of a class there stands its task."""
 
+_OF_PROBABILITIES = ("auc",)  # all others take decoded predictions
+
 _TASKS = {"argmax": "Multiclass", "above 0": "Binary", "above 0.5": "Binary", "itself": ""}
 """The names of tasks in torchmetrics, by how predictions are decoded."""
 
@@ -103,8 +105,7 @@ class OfTorchmetrics:
         }
         self._name, self._task = name, task
         self._is_in_dim_1 = has_classes_in_dim_1(loss_func)
-        # The area under a curve is one of probabilities; all others take decoded predictions.
-        self._rule = ACTIVATIONS[str(activates)] if name == "auc" else DECODINGS[str(decodes)]
+        self._rule = ACTIVATIONS[str(activates)] if name in _OF_PROBABILITIES else DECODINGS[str(decodes)]
         kind = getattr(classification if task else regression, task + _CLASSES[name])
         if name == "auc" and task in options:
             kind, options[task]["average"] = _of_classes_that_occur(kind), "none"

@@ -43,7 +43,7 @@ class Holder(NamedTuple):
 def holders_of(metric: Any) -> list[Holder]:
     """Return the objects with declared states in a metric: itself, and for torchmetrics those inside it."""
     if isinstance(metric, Metric):
-        return [Holder(metric, metric._states)]
+        return [Holder(metric, metric.__dict__.get("_states", {}))]
     inner = filter(libraries.is_torchmetrics, metric.modules())
     return [Holder(m, libraries.declared_states(m)) for m in inner]
 

@@ -87,7 +87,7 @@ def _make_meter(metric: Any, name: str | None, loss_func: Any, classes: Any, tar
         metric.use_loss(loss_func)
     if why := libraries.refusal(metric):
         raise TypeError(f"got the metric {name or metric_name(metric)!r}: torchmetrics' {why}")
-    if libraries.is_torchmetrics(metric) or (isinstance(metric, Metric) and metric._states):
+    if libraries.is_torchmetrics(metric) or (isinstance(metric, Metric) and metric.__dict__.get("_states")):
         gathers = distributed.world_size() > 1 and needs_batches(metric, holders_of(metric))
         return GatheringMeter(metric, name) if gathers else StatesMeter(metric, name)
     if all(callable(getattr(metric, part, None)) for part in ("reset", "update", "compute")):

@@ -23,7 +23,6 @@ class Metric:
     """
 
     _REDUCTIONS = ("sum", "cat", "max", "min")
-    _states: dict[str, tuple[Any, str | None]] = {}  # replaced by an object that declares states, never changed
 
     def __init__(self, name: str | None = None) -> None:
         self.name = name or type(self).__name__.lower()
@@ -44,7 +43,7 @@ class Metric:
                 f"add_state({name!r}) got reduce={reduce!r}; it takes {', '.join(map(repr, self._REDUCTIONS))}"
             )
         default = [] if reduce == "cat" else torch.as_tensor(default)
-        self._states = {**self._states, name: (default, reduce)}
+        self.__dict__.setdefault("_states", {})[name] = (default, reduce)
         setattr(self, name, copy.deepcopy(default))
 
     def use_loss(self, loss_func: Any) -> None:
@@ -52,7 +51,7 @@ class Metric:
 
     def reset(self) -> None:
         """Set every state to its default."""
-        for name, (default, _) in self._states.items():
+        for name, (default, _) in self.__dict__.get("_states", {}).items():
             setattr(self, name, copy.deepcopy(default))
 
     def update(self, pred: Any, *targets: Any) -> None:
