@@ -18,7 +18,7 @@ from metric_catalogue import (
 )
 from torch import nn
 
-from learnerkit import accuracy, distributed
+from learnerkit import Metric, accuracy, distributed
 from learnerkit.metrics import make_meters
 from learnerkit.metrics.libraries import torchmetrics_in
 from learnerkit.metrics.meters import GatheringMeter
@@ -290,6 +290,23 @@ class Merging:
         return self.n + sum(self.seen)
 
 
+class Late(Metric):
+    """A mean over samples that declares a state in its first update, when it knows the number of columns."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("n", 0)
+
+    def update(self, pred, target):
+        if not hasattr(self, "sums"):
+            self.add_state("sums", torch.zeros(1, dtype=pred.dtype))
+        self.sums = self.sums + (pred - target).sum()
+        self.n = self.n + len(pred)
+
+    def compute(self):
+        return self.sums / self.n
+
+
 def difference_batches():
     generator = torch.Generator().manual_seed(0)
     return [tuple(torch.rand(2, n, generator=generator, dtype=torch.float64)) for n in (4, 3, 5, 2)]
@@ -299,6 +316,12 @@ def difference_batches():
 def test_classes_of_users_equal_one_process():
     for new in (Listing, Careless, Wrapping, Merging):
         assert check(new, difference_batches()) == [], new.__name__
+
+
+@pytest.mark.ranks(2)
+def test_states_that_a_metric_declares_in_an_update_are_joined():
+    batches = difference_batches()
+    assert check(Late, batches, {"in turns": (0, 1, 0, 1)}) == []
 
 
 @pytest.mark.ranks(2)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from learnerkit.data.batches import loader_len
+from learnerkit.files import on_host
 from learnerkit.text import escaped
 
 _BYTES = 2**24  # the most bytes of a tensor or an array
@@ -84,7 +85,9 @@ def _parts(value: Any, depth: int = 0) -> Iterator[bytes]:
         value = value.tolist()
     if depth > _DEPTH:
         return
-    if isinstance(value, Tensor | np.ndarray):
+    if isinstance(value, Tensor) and _has_no_bytes(value):
+        yield f"{value.dtype} {value.layout}".encode()
+    elif isinstance(value, Tensor | np.ndarray):
         yield f"{value.dtype} {tuple(value.shape)}".encode()
         yield _some_bytes(value)
     elif isinstance(value, Dataset):
@@ -99,11 +102,15 @@ def _parts(value: Any, depth: int = 0) -> Iterator[bytes]:
         yield repr(value).encode()
 
 
+def _has_no_bytes(t: Tensor) -> bool:
+    return t.layout != torch.strided or t.is_meta or t.is_quantized or t.is_nested
+
+
 def _some_bytes(value: Tensor | np.ndarray) -> bytes:
     """Return the bytes of rows at equal distances. A host-device sync, for tensors elsewhere."""
     rows: Any = value[:: value.nbytes // _BYTES + 1] if value.ndim else value
     flat = rows.reshape(-1)
     flat = flat[:: flat.nbytes // _BYTES + 1]
     if isinstance(flat, Tensor):
-        flat = flat.detach().cpu().contiguous().view(torch.uint8).numpy()
+        flat = on_host(flat).view(torch.uint8).numpy()
     return flat.tobytes()

@@ -33,6 +33,14 @@ def test_the_fingerprint_is_the_same_in_every_process():
     )
 
 
+def test_tensors_that_are_no_row_of_bytes_count_by_their_kind():
+    sparse, empty = torch.eye(4).to_sparse(), torch.empty(4, device="meta")
+    found = {fingerprint(Items("ab", table=t)) for t in (torch.eye(4), sparse, empty, torch.eye(4, dtype=torch.cfloat))}
+    assert len(found) == 4
+    turned = torch.complex(torch.ones(2), torch.ones(2)).conj()
+    assert fingerprint(Items("ab", table=turned)) == fingerprint(Items("ab", table=turned.resolve_conj()))
+
+
 def changed(change):
     x, names = torch.zeros(40, 3), [f"name {i}" for i in range(40)]
     data = Subset(ConcatDataset([Items(names, table=x.numpy().copy()), TensorDataset(x)]), [3, 1, 2])
