@@ -439,7 +439,7 @@ def test_code_tokens_are_counted_right():
 # The most tokens of code that each room may have; a room is a folder of the package, or a file at its top. A budget is
 # raised by at most a tenth. More needs a line in the changelog that says why.
 BUDGETS = {
-    "callbacks": 40_394, "parallel": 26_641, "data": 19_294, "scaling": 16_438, "preflight": 18_053, "sweep": 11_231,
+    "callbacks": 40_476, "parallel": 26_641, "data": 19_294, "scaling": 16_399, "preflight": 18_053, "sweep": 11_231,
     "launch": 14_130, "checkpoints": 13_701, "learner": 10_269, "inspection": 9_011, "metrics": 9_030,
     "loggers": 7_531, "images": 7_779, "optim": 7_746, "notebook": 7_126, "tabular": 7_133, "export": 6_557,
     "losses": 6_688, "distributed": 5_884, "vision": 5_114, "run_state": 5_318, "language": 4_428, "processes": 4_763,

@@ -139,7 +139,7 @@ class _Mixing(_Drawing):
     def before_batch(self) -> None:
         learn, (place, of) = self.learn, self._place
         self._mixed = None
-        if learn.batch_size < 2 or self._seed() % of != place:
+        if learn.batch_size < 2 or (of > 1 and self._seed() % of != place):
             return
         x = self._only_input()
         # The labels are the samples' numbers. What comes back says who was mixed with whom, and how much of each.

@@ -289,8 +289,7 @@ class Batches:
                 "SplitBatch cannot take a batch in parts: its SyncBatchNorms would wait for as many parts on the other "
                 "ranks; distrib_ctx(sync_bn=False) lets each rank's norms see its own samples",
             )
-        unknown: list = []
-        if learn.dls.rows_of_pass(learn.xb, learn.yb, unknown.append) != {self.rows} or unknown:
+        if not can_be_cut(learn, learn.xb, learn.yb, self.rows):
             raise self._error(
                 ValueError,
                 f"SplitBatch cannot cut a batch of {self.rows} samples whose inputs are {describe(learn.xb)} and whose "
@@ -301,17 +300,11 @@ class Batches:
         is_cut = {*row_counts(batch, dim).values()} == {self.rows}
 
         def part(start: int, stop: int) -> Part:
-            xb, yb = self._between(start, stop)
+            xb, yb = samples_between(learn, learn.xb, learn.yb, start, stop)
             whole = {"batch": cut_rows(batch, dim, start, stop)} if is_cut else {}
             return Part(stop - start, {"xb": xb, "yb": yb, "batch_size": stop - start} | whole)
 
         return [part(start, stop) for start, stop in even_spans(self.rows, min(parts, self.rows), 1)]
-
-    def _between(self, start: int, stop: int) -> tuple[Any, Any]:
-        """Return the samples of inputs and targets from `start` to `stop`."""
-        learn = self.learn
-        inputs, targets, _ = learn.dls.dims_of(learn.xb, learn.yb)
-        return cut_rows(learn.xb, inputs, start, stop), cut_rows(learn.yb, targets, start, stop)
 
     def _trained(self) -> list[Tensor]:
         return [*(p for p in self.params if p.requires_grad), *self._leaves.values()]
@@ -568,6 +561,18 @@ def _versions(x: Any) -> list[tuple[int, int]]:
     if type(x) is Tensor:  # This is the usual case, and faster.
         return [(id(x), version_of(x))]
     return [(id(t), version_of(t)) for t in tensors_in(x)]
+
+
+def can_be_cut(learn: "Learner", xb: tuple, yb: tuple, rows: int) -> bool:
+    """Tell whether all parts of inputs and targets have an entry for each of so many samples."""
+    unknown: list = []
+    return learn.dls.rows_of_pass(xb, yb, unknown.append) == {rows} and not unknown
+
+
+def samples_between(learn: "Learner", xb: tuple, yb: tuple, start: int, stop: int) -> tuple[Any, Any]:
+    """Return the samples of inputs and targets from `start` to `stop`."""
+    inputs, targets, _ = learn.dls.dims_of(xb, yb)
+    return cut_rows(xb, inputs, start, stop), cut_rows(yb, targets, start, stop)
 
 
 def distinct(x: Any) -> list[Tensor]:

@@ -227,6 +227,8 @@ def predicted(learn: "Learner", n: int, act: TensorFunction | None) -> list[Pred
 
 def _each(part: Any, n: int) -> Sequence:
     "Split a model's output for a batch of `n` samples into an output for a batch of one for each sample."
+    if isinstance(part, Tensor) and part.ndim and len(part) == n:
+        return part.split(1)
     part = with_rows(part, n, True)
     if isinstance(part, Rows):
         return [part[i : i + 1] for i in range(n)]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from learnerkit import distributed
-from learnerkit.callbacks.batch_parts import Batches, Part, distinct
+from learnerkit.callbacks.batch_parts import Batches, Part, distinct, samples_between
 from learnerkit.data.batches import in_float32
 from learnerkit.gradient_mean import host_count
 from learnerkit.losses import output_of, pass_kept, take_loss, wants_loss
@@ -234,7 +234,7 @@ class ShardedBatches(Batches):
     def _sample(self) -> None:
         learn = self.learn
         n = 2 if any(isinstance(m, BatchNorm) for m in learn.model.modules()) else 1  # One sample has no variance.
-        learn.xb, learn.yb = self._between(0, n)
+        learn.xb, learn.yb = samples_between(learn, learn.xb, learn.yb, 0, n)
         learn.batch_size = 0
         learn.loss = None
         learn.loss_grad = None

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from learnerkit import arguments, distributed, optim
 from learnerkit.callback import Callback
 from learnerkit.callbacks.accumulation import GradientAccumulation
+from learnerkit.callbacks.batch_parts import can_be_cut, samples_between
 from learnerkit.callbacks.precision import MixedPrecision, predictions_in_float32
 from learnerkit.callbacks.splitting import SplitBatch
 from learnerkit.data.batches import in_float32
-from learnerkit.data.cuts import cut_rows
 from learnerkit.events import CancelBatchException, CancelException
 from learnerkit.gradient_mean import counts_something, host_count, total_norm
 from learnerkit.host_scalars import HostScalars
@@ -322,11 +322,9 @@ class GradientNoiseScale(Callback):
         """Return the gradient of the mean loss of some samples of a batch, and what they count; inside a `trial`."""
         learn = self.learn
         try:
-            unknown: list = []
-            if learn.dls.rows_of_pass(*batch, others=unknown.append) != {whole} or unknown:
+            if not can_be_cut(learn, *batch, whole):
                 raise ValueError(f"GradientNoiseScale cannot cut a batch whose parts are not {whole} rows each")
-            dims = learn.dls.dims_of(*batch)
-            learn.xb, learn.yb = (cut_rows(part, dims[i], start, start + size) for i, part in enumerate(batch))
+            learn.xb, learn.yb = samples_between(learn, *batch, start, start + size)
             learn.batch_size = size
             learn._forward()
             if torch.is_autocast_enabled(learn.dls.device.type):
