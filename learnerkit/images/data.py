@@ -182,10 +182,14 @@ class ImageData:
             rows = [[name for name, is_one in zip(label, row, strict=True) if is_one] for row in rows]
             reading.setdefault("classes", label)
         elif kind == "boxes" and several:
-            boxes: dict[Any, list] = {item: [] for item in df[image]}
-            for item, row in zip(df[image], rows, strict=True):
-                boxes[item].append(row)
-            rows = [_as_boxes(found) for found in boxes.values()]
+            if len(label) != 5:
+                raise ValueError(f"got {len(label)} columns of boxes; they are five: x0, y0, x1, y1 and the label")
+            targets: dict[Any, dict[str, list]] = {item: {"boxes": [], "labels": []} for item in df[image]}
+            for item, row, is_box in zip(df[image], rows, df[[*label]].notna().any(axis=1), strict=True):
+                if is_box:
+                    targets[item]["boxes"].append(row[:4])
+                    targets[item]["labels"].append(row[4])
+            rows = list(targets.values())
             df = df.drop_duplicates(image)
         elif kind == "masks":
             rows = [Path(path, row) for row in rows]
@@ -419,13 +423,6 @@ def _in_lists(samples: list[tuple]) -> tuple:
     "Make a batch of samples that differ in the number of targets."
     pictures, *targets = zip(*samples, strict=True)
     return torch.stack(pictures), *map(list, targets)
-
-
-def _as_boxes(rows: list[tuple]) -> dict[str, list]:
-    if len(rows[0]) != 5:
-        raise ValueError(f"got {len(rows[0])} columns of boxes; they are five: x0, y0, x1, y1 and the label")
-    rows = [row for row in rows if any(x == x and x is not None for x in row)]  # NaN differs from itself
-    return {"boxes": [row[:4] for row in rows], "labels": [row[4] for row in rows]}
 
 
 def _check_undivided(path: Path, train: str) -> None:

@@ -162,6 +162,11 @@ class DistributedCallback(Callback):
     @collective
     def before_fit(self) -> None:
         learn, agreement = self.learn, self.learn._agreement
+        if member_of(learn.cbs) is not self:
+            raise ValueError(
+                "the learner has two DistributedCallbacks, as after to_distributed() twice: keep one of them, or call "
+                "detach_distributed(), which removes both"
+            )
         if agreement is None:  # there is one process
             return
         if not distributed.is_main():

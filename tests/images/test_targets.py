@@ -109,6 +109,18 @@ def test_rows_of_one_picture_are_its_boxes(table):
         ImageData.from_df(rows, "image", ["x0", "y0", "x1", "y1"], targets="boxes", path="shapes")
 
 
+@pytest.mark.parametrize("kind", ["float64", "Int64"])
+def test_a_row_without_values_is_a_picture_without_a_box(table, kind):
+    rows = table[["image", "x0", "y0", "x1", "y1", "shape", "held"]].copy()
+    corners = ["x0", "y0", "x1", "y1"]
+    rows[corners] = rows[corners].round().astype(kind)
+    empty = rows.held.idxmax()
+    rows.loc[empty, [*corners, "shape"]] = None
+    boxes = [target["boxes"] for _, target in data_of(rows, "boxes").valid_ds.samples]
+    assert [len(of) for of in boxes] == [int(i != empty) for i in rows.index[rows.held]]
+    assert boxes[1].tolist() == rows.loc[rows.held, corners].iloc[1:2].to_numpy(float).tolist()
+
+
 def test_columns_of_0_and_1_are_named_after_their_classes(table):
     names = ["star", "circle", "square"]
     hot = table.assign(

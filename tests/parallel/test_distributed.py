@@ -66,3 +66,6 @@ def test_a_learner_is_distributed_once():
     learn = make_learner().to_distributed()
     with pytest.raises(ValueError, match="distributed already"):
         learn.distrib_ctx()
+    with pytest.raises(ValueError, match="two DistributedCallbacks"):
+        learn.to_distributed().fit(1)
+    learn.detach_distributed().to_distributed().fit(1)
