@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import compress, zip_longest
 from types import SimpleNamespace
 from typing import Any
@@ -163,10 +164,10 @@ class Evaluation:
                 if not weighting.by_rows and isinstance(meter.metric, AccumMetric):  # it joins batches
                     given, _, yb = learn.dls.samples_first(pred, (), yb, learn.batch_size)
                 rows = weighting.rows(given, yb, learn.batch_size)
+                update = meter.update
                 if self.sharded and self.batches == 1:  # at every batch the checks would take time
-                    self._checked_update(meter, learn._batch_index, rows, given, yb)
-                else:
-                    meter.update(learn._batch_index, rows, given, yb)
+                    update = partial(self._checked_update, meter)
+                update(learn._batch_index, rows, given, yb)
             except Exception as e:
                 explain_metric(e, meter.name, pred, learn.yb)
                 raise
