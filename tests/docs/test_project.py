@@ -87,6 +87,16 @@ def test_the_workflow_runs_each_part_of_the_check_on_the_oldest_and_the_newest()
         assert any(python != oldest and torch == "newest" for name, python, torch in ran if name == part)
 
 
+def test_the_longest_tests_run_each_week_as_the_readme_says():
+    workflow = yaml.safe_load((GITHUB / "workflows" / "soak.yml").read_text())
+    assert workflow[True]["schedule"]  # YAML reads the key `on` as true
+    (job,) = workflow["jobs"].values()
+    install, tests = [step["run"] for step in job["steps"] if "run" in step]
+    readme = (ROOT / "README.md").read_text()
+    assert f"{install} && pytest" in readme
+    assert re.search(rf"^{tests} ", readme, re.M)
+
+
 def test_the_oldest_torch_of_the_workflow_is_the_oldest_that_is_allowed():
     lines = (ROOT / ".ci" / "oldest.txt").read_text().splitlines()
     assert f"{PROJECT['dependencies'][0].replace('>=', '==')}.*" in lines

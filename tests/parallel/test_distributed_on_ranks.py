@@ -478,7 +478,7 @@ def test_no_ddp_is_left_to_the_collector():
     try:
         with learn.distrib_ctx(), learn.no_logging():
             learn.fit(3)
-        assert len(found) > 3
+        assert len(found) >= 3  # in each epoch another one
         assert not [ref for ref in found if ref() is not None]
     finally:
         gc.enable()
