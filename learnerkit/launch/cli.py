@@ -146,6 +146,7 @@ class Parser(argparse.ArgumentParser):
 
         As with torchrun, underscores may stand for the dashes inside an option's name.
         """
+        args = sys.argv[1:] if args is None else args
         options, unknown = self.parse_known_args(args, namespace)
         if unknown:
             name, equals, value = unknown[0].partition("=")

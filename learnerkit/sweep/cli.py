@@ -98,7 +98,7 @@ def begin(folder: Path, config: Config, command: Command) -> Command:
         if (folder / "sweep.json").exists():
             before, given = read_plan(folder)
             names = {"words": "command", "nproc": "--nproc", "as_arguments": "--as-arguments", "here": "--here"}
-            own = [name for key, name in names.items() if given[key] != getattr(command, key)]
+            own = [name for key, name in names.items() if given.get(key) != getattr(command, key)]
             if changed := [*changes(before.data, config.data), *own]:
                 raise ValueError(
                     f"{folder} has a search in which {changed[0]} was different: give --dir for a new one, or remove "

@@ -223,6 +223,8 @@ def test_a_module_that_runs_in_the_present_folder(search):
         (["--join", "nowhere"], "nowhere is not the directory of a search: it has no sweep.json"),
         (["--join", "nowhere", "--nproc", "2"], "--join goes with -j and --gpus alone"),
         (["--join", "."], "sweep.json: there is no command to run"),
+        (["--dir", ".", "c.json", "t.py"], "has a search in which command was different"),
+        (["--as_arguments", "c.json"], "name a config and a script"),
         (["--gpus", "0", "c.json", "t.py"], "--gpus 0: no GPU can be used here"),
     ],
 )
@@ -231,8 +233,9 @@ def test_a_command_that_cannot_be_used_is_one_line(words, said, capsys, monkeypa
     write_config()
     Path("t.py").touch()
     Path("sweep.json").write_text(f'{{"config": {Path("c.json").read_text()}}}')
+    monkeypatch.setattr(sys, "argv", ["learnerkit.sweep", *words])
     with pytest.raises(SystemExit) as ended:
-        main(words)
+        main()
     printed = capsys.readouterr()
     assert (ended.value.code, printed.out, printed.err.count("\n")) == (2, "", 1)
     assert said in printed.err
