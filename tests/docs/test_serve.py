@@ -145,7 +145,9 @@ def texts_from_onnx(predict):
     learn.fit(1, 1e-2)
     learn.export("chat.onnx")
     some = [*texts[:40:2], "", "x" * 3000]
-    assert predict("onnx_texts")["predict"](some) == [one.label for one in learn.predict_many(some)]
+    with_onnx = predict("onnx_texts")["predict"]
+    assert with_onnx(some) == [one.label for one in learn.predict_many(some)]
+    assert with_onnx([""]) == [learn.predict("").label]
 
 
 def pictures_from_onnx(predict):
