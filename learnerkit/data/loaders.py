@@ -668,8 +668,9 @@ _KEYWORDS = [*signature(DataLoaders.from_datasets).parameters, *signature(DataLo
 def class_names(ds: Any, given: Iterable[Any] | None) -> list[Any] | None:
     """Return the names of the classes: the given ones, else `classes` of a dataset, or of the dataset inside it."""
     while given is None and ds is not None:
-        given, parts = getattr(ds, "classes", None), getattr(ds, "datasets", None)  # a ConcatDataset has `datasets`
-        ds = parts[0] if parts else getattr(ds, "dataset", None)  # a Subset has `dataset`
+        given, parts = getattr(ds, "classes", None), getattr(ds, "datasets", None)
+        # A ConcatDataset has a list of datasets, a StackDataset may have a dict; a Subset has one dataset.
+        ds = parts[0] if parts and isinstance(parts, list | tuple) else getattr(ds, "dataset", None)
     return list(given) if isinstance(given, Iterable) else None
 
 

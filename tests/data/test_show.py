@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import make_dls
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, StackDataset, Subset, TensorDataset, get_worker_info
 
 from learnerkit import DataLoaders
 from learnerkit.data.show import WIDTH, Table, label
@@ -117,6 +117,8 @@ def test_classes_are_those_of_the_dataset():
     data.classes = ("a", "b")
     assert DataLoaders.from_datasets(Subset(data, [1, 2])).classes == ["a", "b"]
     assert DataLoaders.from_datasets(data, classes=range(2)).classes == [0, 1]
+    assert DataLoaders.from_datasets(StackDataset(data, data)).classes == ["a", "b"]
+    assert DataLoaders.from_datasets(StackDataset(x=data, y=data)).classes is None
 
 
 def test_long_names_of_columns_are_cut_before_what_is_in_them():
