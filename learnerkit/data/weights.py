@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from learnerkit import distributed
+from learnerkit.data.batches import loader_len
 from learnerkit.data.order import samplers_of
 from learnerkit.text import first_few
 from learnerkit.values import describe
@@ -39,7 +40,7 @@ def labels_of(dataset: Any) -> Tensor | None:
     except (TypeError, ValueError, RuntimeError):  # the labels may be texts, or lists of several lengths
         return None
     are_classes = labels.ndim == 1 and not labels.is_floating_point() and len(labels) and int(labels.min()) >= 0
-    return labels.long().cpu() if are_classes and len(labels) == len(dataset) else None
+    return labels.long().cpu() if are_classes and len(labels) == loader_len(dataset) else None
 
 
 def count_classes(labels: Tensor, names: Sequence | None) -> dict[Any, int]:

@@ -87,6 +87,9 @@ def test_classes_are_counted_by_name_or_number():
     assert make(rows(), classes=["no"]).class_counts == {0: 180, 1: 20}  # not the names of these
     assert make(Listed(targets=LABELS, classes=("no", "yes"))).class_counts == {"no": 180, "yes": 20}
     assert DataLoaders([1, 2]).class_counts is None
+    stream = Stream()
+    stream.labels = LABELS
+    assert make(stream).class_counts is None
 
 
 def drawn(weights, **options):
