@@ -31,7 +31,8 @@ def _rows(dataset: Dataset) -> tuple[tuple[Tensor, ...], Tensor | None] | None:
         if inner is not None:
             tensors, index = inner
             chosen = torch.as_tensor(dataset.indices, dtype=torch.long)
-            return tensors, chosen if index is None else index[chosen]
+            index = torch.arange(len(tensors[0])) if index is None else index
+            return tensors, index[chosen]  # negative ones count from the end
     return None
 
 
@@ -72,6 +73,7 @@ class RowsLoader(DataLoader):
         for rows in batches:
             if type(rows) is not Tensor or rows.dtype != torch.long:
                 rows = torch.as_tensor(rows, dtype=torch.long)
+                rows = rows.where(rows >= 0, rows + len(tensors[0] if index is None else index))
             if index is not None:
                 rows = index.index_select(0, rows)
             if pin:

@@ -27,7 +27,13 @@ def numbers(n):
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize(
     "data",
-    [numbers(23), Subset(numbers(40), range(3, 30)), Subset(Subset(numbers(50), range(5, 45)), [7, 3, 3, 9, 20])],
+    [
+        numbers(23),
+        Subset(numbers(40), range(3, 30)),
+        Subset(Subset(numbers(50), range(5, 45)), [7, 3, 3, 9, 20]),
+        Subset(numbers(40), range(-9, 0)),
+        Subset(Subset(numbers(50), range(-5, 45)), [7, -1, 3, -50, 20]),
+    ],
 )
 def test_whole_batches_are_what_torch_reads(data, shuffle, drop_last):
     """Values, types, order, and the draws from the generators, are those of torch's own loader."""
@@ -50,6 +56,7 @@ def test_whole_batches_keep_a_generator_and_samplers_of_ones_own():
     for make_kwargs in (
         lambda: {"shuffle": True, "generator": torch.Generator().manual_seed(3)},
         lambda: {"sampler": SubsetRandomSampler(range(4, 12), torch.Generator().manual_seed(3))},
+        lambda: {"sampler": SubsetRandomSampler(range(-20, -7), torch.Generator().manual_seed(3))},
         lambda: {"sampler": RandomSampler(data, replacement=True, generator=torch.Generator().manual_seed(3))},
     ):
         theirs, ours = (
@@ -66,3 +73,9 @@ def test_index_batches_fall_back_to_torch_for_other_samplers():
     sampler = RandomSampler(range(10), num_samples=4, generator=torch.Generator().manual_seed(1))
     again = RandomSampler(range(10), num_samples=4, generator=torch.Generator().manual_seed(1))
     assert list(IndexBatches(sampler, 3, False)) == list(BatchSampler(again, 3, False))
+
+
+def test_rows_that_are_not_there_are_refused():
+    for ds, sampler in ((numbers(5), [5]), (numbers(5), [-6]), (Subset(numbers(5), [5]), [0])):
+        with pytest.raises(IndexError):
+            list(RowsLoader(ds, sampler=sampler))
