@@ -65,7 +65,8 @@ class RowsLoader(DataLoader):
     def _read_rows(
         self, batches: Iterable, tensors: tuple[Tensor, ...], index: Tensor | None
     ) -> Iterator[list[Tensor]]:
-        pin = self.pin_memory and torch.accelerator.is_available()
+        on_host = all(t.device.type == "cpu" for t in tensors)
+        pin = self.pin_memory and on_host and torch.accelerator.is_available()
         # torch's loader draws a seed for its workers here; the same draw keeps the random streams equal.
         draw_seed(self.generator)
         # This runs at every batch. No name refers to a batch that is yielded, so that its memory is free for reuse as
@@ -79,7 +80,7 @@ class RowsLoader(DataLoader):
             if pin:
                 yield [t.index_select(0, rows).pin_memory() for t in tensors]
             else:
-                yield [t.index_select(0, rows) for t in tensors]
+                yield [t.index_select(0, rows.to(t.device)) for t in tensors]
 
 
 class IndexBatches(BatchSampler):
