@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from learnerkit.data.batches import Rows, likely_sizes, rows_of, with_rows
+from learnerkit.data.cuts import rows_first
 from learnerkit.text import columns, escaped_line
 from learnerkit.utils import front_end
 from learnerkit.values import describe, entries
@@ -169,9 +170,13 @@ def note(y: Any, dls: "DataLoaders") -> Any:
 
 def samples_of(dls: "DataLoaders", batch: Any, n: int) -> list[tuple[tuple, tuple]]:
     """Return the (inputs, targets) of the first `n` samples of a batch."""
-    size = dls.batch_size(batch) if dls.batch_size else max(likely_sizes(batch), default=rows_of(batch))
-    xb, yb = (tuple(with_rows(part, size) for part in parts) for parts in dls.split(batch))
-    return [(nth(xb, i, size), nth(yb, i, size)) for i in range(min(n, size))]
+    xb, yb = dls.split(batch)
+    inputs, targets, _ = dls.dims_of(xb, yb)
+    parts = *rows_first(xb, inputs), *rows_first(yb, targets)
+    size = dls.batch_size(batch) if dls.batch_size else max(likely_sizes(parts), default=rows_of(parts))
+    rows = tuple(with_rows(part, size) for part in parts)
+    samples = (nth(rows, i, size) for i in range(min(n, size)))
+    return [(sample[: len(xb)], sample[len(xb) :]) for sample in samples]
 
 
 def nth(part: Any, i: int, size: int) -> Any:

@@ -111,6 +111,16 @@ def test_a_batch_is_shown_without_moving_anything():
         dls.show_batch(0)
 
 
+def test_samples_of_time_major_batches_are_shown_by_their_own_dimension():
+    """A batch of three samples of two steps each."""
+    x, y = torch.tensor([[0.0, 10.0, 20.0], [1.0, 11.0, 21.0]]), torch.tensor([5, 6, 7])
+    for batch, dim in (((x, y), (1, 0)), ((x, y[None]), 1), ({"x": x, "labels": y}, {"x": 1})):
+        rows = DataLoaders([batch], batch_dim=dim).show_batch(2).rows
+        assert [row[-1] for row in rows] == ["5", "6"]
+        steps = [row[:-1] if len(row) > 2 else [float(t) for t in row[0].split()] for row in rows]
+        assert steps == [[0.0, 1.0], [10.0, 11.0]]
+
+
 def test_classes_are_those_of_the_dataset():
     data = TensorDataset(torch.zeros(4, 1))
     assert DataLoaders(DataLoader(data, 2)).classes is None
