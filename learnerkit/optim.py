@@ -226,25 +226,16 @@ def _made(opt_func: Callable, groups: list[dict], lr: float, model: nn.Module) -
 def _start_momenta_late(opt: SGD) -> None:
     """Let parameters get their first gradient later than others, which torch's fused SGD with momentum cannot do."""
 
-    waiting = True
-
     def start(opt: Any, *_: Any) -> None:
-        nonlocal waiting
-        if not waiting:
-            return
-        waiting = False
+        begun = sum(state.get("momentum_buffer") is not None for state in opt.state.values())
+        if begun == sum(len(group["params"]) for group in opt.param_groups):
+            return  # the usual case; this check takes a microsecond for 20 parameters
         for group in opt.param_groups:
-            if not group["momentum"]:
-                waiting = True  # it may get a momentum later
-                continue
-            old = [p for p in group["params"] if opt.state[p].get("momentum_buffer") is not None]
-            waiting |= len(old) < len(group["params"])
-            if len(old) < len(group["params"]):
-                known = {*old}
-                new = [p for p in group["params"] if p.grad is not None and p not in known]
-                if new and any(p.grad is not None for p in old):
-                    for p in new:
-                        opt.state[p]["momentum_buffer"] = torch.zeros_like(p)
+            given = [p for p in group["params"] if p.grad is not None] if group["momentum"] else []
+            new = [p for p in given if opt.state[p].get("momentum_buffer") is None]
+            if len(new) < len(given):
+                for p in new:
+                    opt.state[p]["momentum_buffer"] = torch.zeros_like(p)
 
     opt.register_step_pre_hook(start)
 

@@ -1316,6 +1316,29 @@ def test_a_parameter_may_get_its_first_gradient_later_than_others(momentum):
     torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("again", ["cleared", "loaded"])
+def test_a_parameter_may_get_its_first_gradient_later_after_a_state_is_lost(again):
+    """All parameters have had a momentum before; then a part of them is trained, and then all."""
+    found = []
+    for options in ({}, {"fused": False}):
+        learn = make_learner(opt_func=partial(SGD, momentum=0.9, **options))
+        learn.model[0].requires_grad_(False)
+        learn.fit(1)
+        of_head = copy.deepcopy(learn.opt.state_dict())
+        learn.model[0].requires_grad_(True)
+        learn.fit(1)
+        if again == "loaded":
+            learn.opt.load_state_dict(of_head)
+        else:
+            learn.freeze_to(0)
+            learn.model[0].requires_grad_(False)
+            learn.fit(1)
+            learn.model[0].requires_grad_(True)
+        learn.fit(1)
+        found.append(weights(learn.model))
+    torch.testing.assert_close(*found)
+
+
 def test_parameters_beside_the_model_are_found():
     net, loss, other = nn.Linear(2, 1), nn.Bilinear(1, 1, 1), nn.Parameter(torch.zeros(2))
     loss.bias.requires_grad_(False)
