@@ -1117,7 +1117,10 @@ class Learner(RunState):
             arguments.check_loss(self)
         self._loss_without_targets = loss_without_targets(self)
         outer = {name: getattr(self, name) for name in (TRANSIENT if fitting else (*TRANSIENT, *COUNTERS))}
-        with self.added_cbs(cbs), training_modes(self.model), kept_flags(self.cbs), parallel.agreement_for(self, task):
+        # Those of the batch in which a callback evaluates are needed again.
+        parts_kept = replaced(self._loss_weighting, counted={}, factors={})
+        agreement = parallel.agreement_for(self, task)
+        with parts_kept, self.added_cbs(cbs), training_modes(self.model), kept_flags(self.cbs), agreement:
             sets_modes = [cb for cb in self.cbs if isinstance(cb, TrainEvalCallback) and not nested]
             for cb in sets_modes:
                 cb.note_modes(unwrap(self.model))

@@ -319,6 +319,7 @@ class LossWeight:
         entries: the entries of the model's output that are counts, not losses.
         parts: the weights of the losses that have their own count, by name.
         counted: for the present batch, each loss and the count of its mean, by name, as set by `take_parts`.
+        factors: for the present batch on several ranks, the factors of the gradients of these losses.
 
     Raises:
         ValueError: an invalid `loss_weight`, or a loss made with reduction='none'.
@@ -349,7 +350,7 @@ class LossWeight:
         if isinstance(loss_weight, str) and loss_weight not in ("sum", "samples"):
             self.entries = {loss_weight}
         self.counted: dict[str, tuple[Tensor, float | Tensor]] = {}
-        self._factors: dict[str, float | Tensor] = {}  # the factors of the gradients of the parts
+        self.factors: dict[str, float | Tensor] = {}
         if loss_weight is None and loss_option(loss_func, "reduction") == "none":
             raise ValueError(f"{loss_func} has reduction='none', so the loss is not a scalar; use 'mean' or 'sum'")
         self.sums: bool = loss_weight == "sum" or (loss_weight is None and loss_option(loss_func, "reduction") == "sum")
@@ -455,7 +456,7 @@ class LossWeight:
 
     def take_parts(self, learn: "Learner") -> None:
         """Set the loss to the sum of the parts that count anything, with hooks that weigh their gradients."""
-        self.counted, self._factors = {}, {}
+        self.counted, self.factors = {}, {}
         total = zero_loss(learn.output)
         for name, (part, counted) in self.counts_of(learn.yb, learn.batch_size, learn.output).items():
             count = host_count(counted)
@@ -471,7 +472,7 @@ class LossWeight:
         learn.loss_grad, learn.loss = total, total.detach()
 
     def _weigh(self, name: str, grad: Tensor) -> Tensor:
-        return (grad * self._factors.get(name, 1.0)).to(grad.dtype)
+        return (grad * self.factors.get(name, 1.0)).to(grad.dtype)
 
     @collective
     def share(self, learn: "Learner") -> None:
@@ -488,7 +489,7 @@ class LossWeight:
         shares = (own / distributed.reduce(own, among="gradients")).nan_to_num()
         for i, (name, part) in enumerate(self.parts.items(), 1):
             if name in counted:
-                self._factors[name] = factor = (1 if part.sums else shares[i]) / shares[0]
+                self.factors[name] = factor = (1 if part.sums else shares[i]) / shares[0]
                 value, count = counted[name]
                 learn.loss = learn.loss + (factor - 1) * (value * count if part.sums else value)
 

@@ -133,6 +133,16 @@ def test_several_losses_each_with_a_count_of_its_own(extra):
     assert all(p.isfinite().all() for p in learn.model.parameters())
 
 
+def test_an_evaluation_inside_a_batch_leaves_its_losses_alone():
+    def validate(cb):
+        if cb.training:
+            cb.learn.validate()
+
+    plain = check_equal(Parts, loss_weight=WEIGHTS, cbs=NotesWeights)
+    found = check_equal(Parts, loss_weight=WEIGHTS, cbs=[NotesWeights, Callback(after_loss=validate)])
+    assert str(facts(found)) == str(facts(plain))
+
+
 def test_the_guess_that_all_are_means_over_samples_is_wrong_here():
     alone, together = both(Parts, loss_weight=dict.fromkeys(WEIGHTS, "samples") | {"boxes": "positives"})
     gap = [(a - b).abs().max() for a, b in zip(facts(alone)[0], facts(together)[0], strict=True)]
