@@ -322,7 +322,7 @@ class LossWeight:
         factors: for the present batch on several ranks, the factors of the gradients of these losses.
 
     Raises:
-        ValueError: an invalid `loss_weight`, or a loss made with reduction='none'.
+        ValueError: an invalid `loss_weight`, or a loss of torch's made with reduction='none'.
     """
 
     def __init__(
@@ -351,7 +351,8 @@ class LossWeight:
             self.entries = {loss_weight}
         self.counted: dict[str, tuple[Tensor, float | Tensor]] = {}
         self.factors: dict[str, float | Tensor] = {}
-        if loss_weight is None and loss_option(loss_func, "reduction") == "none":
+        # A loss of the user's may be made with it, and take the mean itself.
+        if loss_weight is None and loss_option(loss_func, "reduction") == "none" and is_of_torch(loss_func):
             raise ValueError(f"{loss_func} has reduction='none', so the loss is not a scalar; use 'mean' or 'sum'")
         self.sums: bool = loss_weight == "sum" or (loss_weight is None and loss_option(loss_func, "reduction") == "sum")
         self._given, self._is_own = loss_weight, loss_func is None

@@ -145,6 +145,24 @@ def test_a_loss_without_reduction_is_refused(loss_func):
     LossWeight(loss_func, lambda y: len(y))  # who gives a count knows better
 
 
+class FocalLoss(nn.CrossEntropyLoss):
+    """Takes the mean itself, of losses that it weighs."""
+
+    def __init__(self):
+        super().__init__(reduction="none")
+
+    def forward(self, pred, target):
+        losses = super().forward(pred, target)
+        return ((1 - torch.exp(-losses)) ** 2 * losses).mean()
+
+
+def test_a_loss_that_takes_the_mean_itself_may_be_made_without_reduction():
+    learn = make_learner(make_dls(data=make_classes), make_model(n_out=3), FocalLoss())
+    learn.fit(1)
+    expected = [FocalLoss()(learn.model(x), y).item() for x, y in learn.dls.valid]
+    assert learn.validate() == pytest.approx(expected)
+
+
 def test_options_are_found_on_modules_and_through_partials():
     assert loss_option(nn.CrossEntropyLoss(ignore_index=3), "ignore_index") == 3
     assert loss_option(partial(F.cross_entropy, ignore_index=3), "ignore_index") == 3
