@@ -240,14 +240,13 @@ def check_closure(learn: "Learner") -> None:
     against = {
         "gradient_accumulation": "a step has several batches, and a closure has the last one alone",
         "gradient_clip": "the gradients of the first evaluation alone are clipped; clip in a `_step` of your own",
+        "mixed_precision": "fp16 scales the loss and its gradients; take to_bf16()",
     }
-    if getattr(getattr(learn, "mixed_precision", None), "mode", "") == "fp16":
-        against["mixed_precision"] = "fp16 scales the loss and its gradients; take to_bf16()"
-    for name, why in against.items():
-        if hasattr(learn, name):
+    for cb in learn.cbs:
+        if cb.run and cb.name in against and getattr(cb, "mode", "") != "bf16":
             raise ValueError(
-                f"{getattr(learn, name)!r} does not go with an optimizer that evaluates the loss several times in a "
-                f"step: {why}"
+                f"{cb!r} does not go with an optimizer that evaluates the loss several times in a step: "
+                f"{against[cb.name]}"
             )
 
 

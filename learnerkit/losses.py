@@ -748,7 +748,8 @@ def evaluate_again(learn: "Learner") -> Tensor:
     Callbacks may change the loss as in the loop. On several ranks the gradients are averaged at the end of the backward
     pass; every rank must reach this.
     """
-    dispatch, precision = learn._dispatch, getattr(learn, "mixed_precision", None)
+    dispatch = learn._dispatch
+    precision: Any = next((cb for cb in learn.cbs if cb.name == "mixed_precision" and cb.run), None)
     learn._zero_grad()
     if precision is not None:
         precision.before_batch()  # this enters autocast, which `after_loss` leaves

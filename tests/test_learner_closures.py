@@ -134,6 +134,17 @@ def test_callbacks_change_the_loss_in_each_evaluation(cbs):
         assert torch.equal(again, first)
 
 
+@pytest.mark.parametrize(
+    "cb", [GradientAccumulation(n_batches=2), GradientClip(), MixedPrecision(), MixedPrecision("bf16")], ids=repr
+)
+def test_a_callback_that_is_switched_off_has_no_part_in_a_closure(cb):
+    cb.run = False
+    plain, learn = make_learner(opt_func=lbfgs), make_learner(opt_func=lbfgs, cbs=cb)
+    plain.fit(2)
+    learn.fit(2)
+    assert learn.recorder.values == plain.recorder.values
+
+
 def test_events_take_place_in_each_evaluation_and_those_of_the_batch_once():
     log = []
     learn = learner(ClosureSAM, cbs=spy(log))

@@ -277,7 +277,7 @@ def check_nobody_schedules(learn: Any, who: str) -> None:
     Raises:
         ValueError: there is such a schedule.
     """
-    if any(isinstance(cb, ParamScheduler) and "lr" in cb.scheds for cb in learn.cbs):
+    if any(isinstance(cb, ParamScheduler) and cb.run and "lr" in cb.scheds for cb in learn.cbs):
         raise ValueError(
             f"{who} cannot be combined with a schedule of 'lr' (fit_one_cycle and the like have one), which sets the "
             "rate before every batch: train with fit at a constant rate, or leave one of them out"

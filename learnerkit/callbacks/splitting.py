@@ -76,7 +76,7 @@ class SplitBatch(Callback):
             why = (
                 f"{type(learn).__name__} makes backward passes or steps of its own, for which it needs the whole batch"
             )
-        elif carries := [cb for cb in learn.cbs if isinstance(cb, CarriedState)]:
+        elif carries := [cb for cb in learn.cbs if isinstance(cb, CarriedState) and cb.run]:
             why = f"{carries[0]!r} carries a state for the rows of the whole batch"
         elif isinstance(learn.loss_weight, Mapping):
             why = "loss_weight= has a count for each of several losses, which are known after the last part alone"

@@ -54,7 +54,7 @@ class Averager:
         engine = "static_graph" if is_static else ""
         self._engine = engine = "comm_hook" if cb.comm_hook else engine
         cb.ends.callback(step.take_parameters, {}, watches=False)
-        if hasattr(self.learn, "gradient_accumulation"):
+        if any(other.name == "gradient_accumulation" and other.run for other in self.learn.cbs):
             if own == "_backward":
                 raise ValueError(
                     "GradientAccumulation cannot weigh the batches of a learner with a _backward of its own exactly; "

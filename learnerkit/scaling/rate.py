@@ -47,7 +47,7 @@ def step_of(learn: "Learner", cbs: Any = None) -> Step:
     """Return the batch of an optimizer step of `learn`, fitted with these callbacks, too. Needs no communication."""
     cbs = [*learn.cbs, *listify(cbs)]
     ranks, split, has_parts = ranks_of(learn, cbs)
-    group = next((cb for cb in cbs if isinstance(cb, GradientAccumulation)), None)
+    group = next((cb for cb in cbs if isinstance(cb, GradientAccumulation) and cb.run), None)
     batches, least = (1, None) if group is None else (group.n_batches or 1, group.n_samples)
     size, taken = batch_samples(learn.dls), 1 if split else ranks
     if size is None and least is None:

@@ -683,6 +683,14 @@ def test_a_skipped_step_advances_a_torch_scheduler_without_a_warning():
     assert learn.recorder.lrs == [1.0, 0.5, 0.25]
 
 
+def test_a_torch_scheduler_goes_with_a_schedule_that_is_switched_off():
+    off = ParamScheduler({"lr": SchedLin(1.0, 0.0)})
+    off.run = False
+    learn = learner(batches=3, cbs=off)
+    learn.fit(1, 1.0, cbs=TorchScheduler(lambda opt: lr_scheduler.ExponentialLR(opt, 0.5)))
+    assert learn.recorder.lrs == [1.0, 0.5, 0.25]
+
+
 def test_what_a_torch_scheduler_cannot_do_is_refused():
     make = lambda opt: lr_scheduler.StepLR(opt, 1)  # noqa: E731
     with pytest.raises(ValueError, match="step='epochs'.*did you mean 'epoch'"):

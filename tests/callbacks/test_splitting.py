@@ -569,8 +569,11 @@ def test_what_cannot_be_cut_exactly_is_refused_in_words():
         fitted(cbs=[SplitBatch()], cls=OwnBackward)
     with pytest.raises(ValueError, match="makes backward passes or steps of its own"):
         fitted(cbs=[SplitBatch()], opt_func=torch.optim.LBFGS)
+    state = State()
     with pytest.raises(ValueError, match="State carries a state"):
-        fitted(cbs=[SplitBatch(), State()])
+        fitted(cbs=[SplitBatch(), state])
+    state.run = False
+    fitted(cbs=[SplitBatch(), state])
     with pytest.raises(ValueError, match="got parts=0"):
         SplitBatch(parts=0)
 

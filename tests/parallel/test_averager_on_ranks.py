@@ -135,6 +135,14 @@ def test_a_learner_with_passes_of_its_own_says_so_and_equals_one_process(cls, re
     check_equals_one("Deferred", f"{cls.__name__} has a {seam} of its own", cls=cls, reduction=reduction, lr=lr)
 
 
+def test_accumulation_is_refused_with_passes_of_the_learners_own_unless_it_is_switched_off():
+    accumulate = GradientAccumulation(n_batches=2)
+    with raises(ValueError, "cannot weigh the batches of a learner with a _backward of its own"):
+        trained(Backward, accumulate)
+    accumulate.run = False
+    check_equals_one("Deferred", "Backward has a _backward of its own", cls=Backward, cbs=accumulate)
+
+
 def test_gradients_that_are_set_to_zero_are_averaged_in_each_step():
     check_equals_one("Overlapped", cls=KeepsGradients)
     check_equals_one("Deferred", cls=KeepsGradients, find_unused_parameters=True)

@@ -103,6 +103,12 @@ def test_accumulated_batches_count_and_are_said_once(name, group, expected, said
     assert capsys.readouterr().out == (f"{said}\n" if said else "")
 
 
+def test_accumulation_that_is_switched_off_does_not_count():
+    accumulate = GradientAccumulation(n_batches=4)
+    accumulate.run = False
+    assert learner(DataLoader(DATA, 16), cbs=accumulate).effective_batch_size == 16
+
+
 def test_another_step_is_said_again(capsys):
     learn = learner(DataLoader(DATA, 16))
     with learn.no_logging():
