@@ -376,8 +376,8 @@ class _MakeWhole(Callback):
 
 
 def member_of(cbs: Iterable[Callback]) -> DistributedCallback | None:
-    """Return the learner's `DistributedCallback`, if it has one."""
-    return next((cb for cb in cbs if isinstance(cb, DistributedCallback)), None)
+    """Return the learner's `DistributedCallback`, if it has one that is not switched off."""
+    return next((cb for cb in cbs if isinstance(cb, DistributedCallback) and cb.run), None)
 
 
 def will_shard(learn: "Learner") -> bool:

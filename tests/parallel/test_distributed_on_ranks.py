@@ -447,6 +447,21 @@ def test_a_learner_that_was_detached_is_distributed_anew():
     assert weights_agree(learn)
 
 
+@pytest.mark.filterwarnings("ignore:.* processes each train a whole copy")
+def test_each_rank_of_a_learner_whose_ddp_is_switched_off_trains_by_itself():
+    alone, off = make_learner(), make_learner(cbs=DistributedCallback())
+    off.distributed.run = False
+    set_seed(distributed.rank())
+    alone.fit(1)
+    set_seed(distributed.rank())
+    off.fit(1)
+    assert off.recorder.values == alone.recorder.values
+    assert off.recorder.iters == [6]
+    off.distributed.run = True
+    off.fit(1)
+    assert off.recorder.iters == [3]
+
+
 def test_a_cleanup_that_communicates_is_named():
     class Talks(Callback):
         def cleanup_fit(self):
