@@ -79,6 +79,8 @@ class RowsLoader(DataLoader):
                 rows = index.index_select(0, rows)
             if pin:
                 yield [t.index_select(0, rows).pin_memory() for t in tensors]
+            elif on_host:
+                yield [t.index_select(0, rows) for t in tensors]
             else:
                 yield [t.index_select(0, rows.to(t.device)) for t in tensors]
 
