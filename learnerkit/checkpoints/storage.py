@@ -915,7 +915,8 @@ def _sha256(path: Path) -> str:
 #   {"!tuple": [...]}, {"!dict": [[key, value], ...], "kind": ...}
 
 _DICTS = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
-_ARRAYS = {np.dtype(code).str: np.dtype(code) for code in np.typecodes["All"] if np.dtype(code).kind in "biufc"}
+_NATIVE = [kind for kind in map(np.dtype, np.typecodes["All"]) if kind.kind in "biufc"]
+_ARRAYS = {kind.str: kind for native in _NATIVE for kind in (native, native.newbyteorder())}
 _LONG = 1000
 
 

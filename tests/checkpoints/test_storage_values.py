@@ -87,6 +87,7 @@ ARRAYS = [
     np.arange(6).reshape(2, 3), np.array(2.5), np.zeros((0, 2), np.float32), np.array([1 + 2j]), np.array([True]),
     np.random.default_rng(0).random((3, 4)).T, np.arange(5, dtype=np.uint32)[::2], np.float32(0.1), np.bool_(True),
     np.int64(-5), np.float64(math.nan), np.complex64(1j), np.longdouble(0.1), np.array([np.longdouble(1) / 3]),
+    np.array([1.5, -2], ">f4"), np.array([258], ">i8"),
 ]  # fmt: skip
 
 
