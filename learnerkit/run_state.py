@@ -129,7 +129,7 @@ def check_moment(learn: "Learner") -> None:
             where = "in before_train"
         elif position.steps <= learn.iter:  # this includes `before_batch`, when the batch has been read
             where = "in the middle of a batch"
-        elif position.steps > learn.iter and not learn.step_due:
+        elif not learn.step_due:
             where = "in the middle of an optimizer step of several batches, whose gradients are not part of the state"
     if where:
         raise RuntimeError(
