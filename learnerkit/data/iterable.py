@@ -225,7 +225,7 @@ class IterablePlace:
     def _note_parts(self, now: tuple[int, int] | None, place: "Position") -> None:
         """Store the number of parts of an iterable dataset; refuse another number than when the state was saved."""
         then, self.parts = self.parts, now
-        if place.goes_on and not place.over and None is not then != now is not None:
+        if place.goes_on and not place.over and then and now and then != now:
             before, after = (f"{r} part{'s' * (r > 1)} by {w} worker{'s' * (w > 1)} each" for r, w in (then, now))
             raise ValueError(
                 f"the iterable dataset was read in {before} and is read in {after} now, so the place in it cannot be "
