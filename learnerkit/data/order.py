@@ -199,23 +199,25 @@ def in_order(dl: Any, name: str) -> Any:
     """Return a copy of `dl` that reads its whole dataset once, in dataset order; other iterables as they are.
 
     Raises:
-        ValueError: a loader without batches whose sampler is neither sequential nor random.
+        ValueError: a loader without batches whose sampler is neither sequential nor random, nor one of batches.
     """
     if not has_index(dl):
         return dl
     sampler: SequentialSampler = SequentialSampler(dl.dataset)
-    if dl.batch_sampler is None:
-        if type(dl.sampler) in (SequentialSampler, RandomSampler):
-            return with_batches(dl, sampler=sampler)
-        raise ValueError(
-            f"loader {name} has batch_size=None and a {type(dl.sampler).__name__}, so its dataset cannot be read in "
-            "order; pass get_preds a loader of your own as dl="
-        )
-    if isinstance(dl.batch_sampler, LengthBatches):
-        return with_batches(dl, batch_sampler=dl.batch_sampler.in_order())
-    size = getattr(dl.batch_sampler, "batch_size", None) or 64
-    kind = IndexBatches if getattr(dl, "reads_rows", False) else BatchSampler
-    return with_batches(dl, batch_sampler=kind(sampler, size, False))
+    where = "sampler" if dl.batch_sampler is None else "batch_sampler"
+    batches = getattr(dl, where)
+    if isinstance(batches, LengthBatches):
+        return with_batches(dl, **{where: batches.in_order()})
+    if dl.batch_sampler is not None or isinstance(batches, BatchSampler):
+        size = getattr(batches, "batch_size", None) or 64
+        kind = IndexBatches if getattr(dl, "reads_rows", False) else BatchSampler
+        return with_batches(dl, **{where: kind(sampler, size, False)})
+    if type(batches) in (SequentialSampler, RandomSampler):
+        return with_batches(dl, sampler=sampler)
+    raise ValueError(
+        f"loader {name} has batch_size=None and a {type(batches).__name__}, so its dataset cannot be read in "
+        "order; pass get_preds a loader of your own as dl="
+    )
 
 
 def with_batches(dl: DataLoader, **samplers: Any) -> DataLoader:

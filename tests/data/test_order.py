@@ -38,6 +38,8 @@ def test_in_order_reads_the_whole_dataset_whatever_the_sampler():
         DataLoader(data, batch_sampler=BatchSampler(SubsetRandomSampler([3]), 2, True)),
         RowsLoader(data, batch_size=4, shuffle=True, drop_last=True),
         DataLoader(data, batch_size=None, shuffle=True),
+        # A dataset that reads several rows at once, as torch's documentation has it.
+        DataLoader(data, batch_size=None, sampler=BatchSampler(SubsetRandomSampler([3, 5]), 4, True)),
     ):
         ordered = in_order(dl, "0")
         assert torch.cat([b[0].reshape(-1) for b in ordered]).tolist() == list(range(11))
