@@ -1,6 +1,6 @@
 """A loader that reads whole batches of a `TensorDataset` at once."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -58,13 +58,9 @@ class RowsLoader(DataLoader):
 
     def __iter__(self) -> Any:  # torch's return type is a private class
         rows = _rows(self.dataset) if self.reads_rows else None
-        if rows is None or self.batch_sampler is None:
-            return super().__iter__()
-        return self._read_rows(self.batch_sampler, *rows)
+        return super().__iter__() if rows is None else self._read_rows(self.batch_sampler, *rows)
 
-    def _read_rows(
-        self, batches: Iterable, tensors: tuple[Tensor, ...], index: Tensor | None
-    ) -> Iterator[list[Tensor]]:
+    def _read_rows(self, batches: Any, tensors: tuple[Tensor, ...], index: Tensor | None) -> Iterator[list[Tensor]]:
         on_host = all(t.device.type == "cpu" for t in tensors)
         pin = self.pin_memory and on_host and torch.accelerator.is_available()
         # torch's loader draws a seed for its workers here; the same draw keeps the random streams equal.
