@@ -71,6 +71,7 @@ from learnerkit.losses import (
     loss_name,
     loss_without_targets,
     makes_loss,
+    new_weighting,
     no_loss,
     pred_of,
     take_loss,
@@ -1111,9 +1112,7 @@ class Learner(RunState):
         self._device = self.dls.device
         fitting, nested = task == "fit", self._dispatch is not None
         if not nested:
-            self._loss_weighting = LossWeight(
-                self.loss_func, self.loss_weight, self.model, self.dls.aligned, self.dls.batch_dim == 0
-            )
+            self._loss_weighting = new_weighting(self)
             arguments.check_loss(self)
         self._loss_without_targets = loss_without_targets(self)
         outer = {name: getattr(self, name) for name in (TRANSIENT if fitting else (*TRANSIENT, *COUNTERS))}

@@ -310,6 +310,7 @@ class LossWeight:
 
     Attributes:
         sums: the loss is a sum.
+        loss_func: the loss function.
         own: the facts about the model's own loss; `None` for another loss, or if `loss_weight` gives the count.
         told: the user was warned of an unknown count, or no warning is needed.
         absent: the model has computed no loss in evaluation, although there were targets.
@@ -356,6 +357,7 @@ class LossWeight:
             raise ValueError(f"{loss_func} has reduction='none', so the loss is not a scalar; use 'mean' or 'sum'")
         self.sums: bool = loss_weight == "sum" or (loss_weight is None and loss_option(loss_func, "reduction") == "sum")
         self._given, self._is_own = loss_weight, loss_func is None
+        self.loss_func = loss_func
         self.by_rows = by_rows
         parameters = list(_parameters(loss_func).values())
         self.asks = tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty)
@@ -773,7 +775,15 @@ def output_of(learn: "Learner") -> Any:
 
 def weighting_of(learn: "Learner") -> LossWeight:
     """Return the `LossWeight` of the learner's losses."""
-    return learn._loss_weighting
+    weighting = learn._loss_weighting
+    if weighting.loss_func is not learn.loss_func:  # A callback has replaced it in the middle of a run.
+        vars(weighting).update(vars(new_weighting(learn)))
+    return weighting
+
+
+def new_weighting(learn: "Learner") -> LossWeight:
+    """Make the `LossWeight` of the learner's present loss."""
+    return LossWeight(learn.loss_func, learn.loss_weight, learn.model, learn.dls.aligned, learn.dls.batch_dim == 0)
 
 
 def batch_count(learn: "Learner") -> int | Tensor:

@@ -163,6 +163,24 @@ def test_a_loss_that_takes_the_mean_itself_may_be_made_without_reduction():
     assert learn.validate() == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(
+    "options", [{"weight": torch.tensor([1.0, 5.0, 0.2])}, {"reduction": "sum"}], ids=["weights", "sum"]
+)
+@pytest.mark.parametrize("event", ["before_fit", "before_epoch", "before_train"])
+def test_the_counts_are_those_of_a_loss_that_a_callback_puts_in_its_place(options, event):
+    found = []
+    for bs, n in ((4, 3), (12, 1)):
+
+        def replace(cb):
+            cb.learn.loss_func = nn.CrossEntropyLoss(**options)
+
+        learn = make_learner(make_dls(22, bs=bs, data=make_classes), make_model(n_out=3), nn.CrossEntropyLoss())
+        learn.fit(2, 0.05, cbs=[Callback(**{event: replace}), GradientAccumulation(n_batches=n)])
+        found.append(learn)
+    torch.testing.assert_close(*(learn.recorder.values for learn in found), rtol=1e-5, atol=0)
+    torch.testing.assert_close(*(learn.model.state_dict() for learn in found), rtol=1e-5, atol=1e-6)
+
+
 def test_options_are_found_on_modules_and_through_partials():
     assert loss_option(nn.CrossEntropyLoss(ignore_index=3), "ignore_index") == 3
     assert loss_option(partial(F.cross_entropy, ignore_index=3), "ignore_index") == 3

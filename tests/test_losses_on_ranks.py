@@ -190,6 +190,18 @@ def test_the_rate_finder_sees_the_losses_of_one_process():
     torch.testing.assert_close(together.recorder.lr_find_curve[1], alone.recorder.lr_find_curve[1], rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.parametrize("event", mostly_slow(["before_fit", "before_epoch"], "before_epoch"))
+def test_a_loss_that_a_callback_puts_in_place_of_another(event, reduction):
+    first = {"mean": "sum", "sum": "mean"}[reduction]
+
+    def replace(cb):
+        if cb.epoch or event == "before_fit":
+            cb.learn.loss_func = nn.MSELoss(reduction=reduction)
+
+    check_equal(net, nn.MSELoss(reduction=first), cbs=Callback(**{event: replace}))
+
+
 @pytest.mark.parametrize("empty", [slice(0, 3), slice(3, 6)], ids=["first", "later"])
 @pytest.mark.parametrize("unused", [None, True])
 def test_a_batch_that_counts_nothing_on_any_rank(empty, unused):

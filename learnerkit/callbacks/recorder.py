@@ -133,7 +133,7 @@ class Evaluation:
     def __init__(self, meters: list[Meter], learn: "Learner") -> None:
         self.meters = meters
         self.sharded = learn.n_ranks > 1
-        self.weighting = learn._loss_weighting
+        self.weighting = weighting_of(learn)
         self.loss, self.batches = LossMeter(self.weighting.parts), 0
         self._is_fresh = True
 

@@ -19,7 +19,7 @@ from learnerkit.gradient_mean import (
     scale_gradients,
 )
 from learnerkit.host_scalars import HostCopy
-from learnerkit.losses import output_of, weighting_of
+from learnerkit.losses import loss_sums, output_of, weighting_of
 from learnerkit.marks import collective
 from learnerkit.parallel.agreement import AFTER_BATCH, BACKWARD, NEXT_BATCH, STEP, TOLD, Agreement, RankDispatch
 from learnerkit.parallel.passes import Passes
@@ -70,7 +70,7 @@ class RankStep:
     def __init__(self, learn: "Learner", agreement: Agreement) -> None:
         self.learn, self.agreement = learn, agreement
         self.dispatch = cast(RankDispatch, learn._dispatch)
-        self.mean = GradientMean(learn._loss_weighting.sums, distributed.world_size())
+        self.mean = GradientMean(loss_sums(learn), distributed.world_size())
         self.named: dict[str, nn.Parameter] = {}
         self.params: dict[str, nn.Parameter] = {}
         self.precision = torch.float32
@@ -131,6 +131,7 @@ class RankStep:
     def start(self) -> None:
         """Begin training, possibly after an epoch that was cut short."""
         self.mean.begun, self._last_flags = False, None
+        self.mean.sums = loss_sums(self.learn)  # a callback may have replaced the loss
 
     # A batch
 
