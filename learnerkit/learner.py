@@ -366,7 +366,7 @@ class Learner(RunState):
     def _train(self, n_epoch: int | None, n_steps: int | None, start_epoch: int = 0) -> None:
         """Train and validate, for the given numbers of epochs or steps."""
         self.n_epoch, self.n_steps = n_epoch, n_steps
-        self.start_epoch = start_epoch
+        self.start_epoch, self.pct_train = start_epoch, 0.0
         self._level("fit", self._fit, CancelFitException)
 
     @collective

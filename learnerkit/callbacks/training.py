@@ -51,7 +51,7 @@ class TrainEvalCallback(Callback):
         if learn.task not in ("validate", "predict"):
             if self._model is not None:
                 _warn_of_dropout(self._model, self._in_eval)
-            learn.train_iter, learn.pct_train = 0, 0.0
+            learn.train_iter = 0
             learn._position = Position()
 
     def before_epoch(self) -> None:

@@ -132,8 +132,9 @@ def cut_short(cb):
 def test_fits_of_steps_need_no_default_callbacks():
     steps = []
     learn = learner(default_cbs=False, cbs=Callback(after_step=lambda cb: steps.append(1)))
-    learn.fit(n_steps=7)
-    assert len(steps) == 7
+    for total in (7, 14):
+        learn.fit(n_steps=7)
+        assert len(steps) == total
 
 
 def test_a_fit_takes_epochs_or_steps():
