@@ -110,6 +110,8 @@ class GatherPredictions(Callback):
             loss, _, yb = learn.dls.samples_first(loss, (), yb, learn.batch_size)
         if loss.ndim == 1 and len(loss) == learn.batch_size:
             return loss
+        if loss.numel() < learn.batch_size:
+            raise _without_reduction(learn.loss_func)
         # A sample that has several losses has their sum, or the mean over the targets that the loss does not ignore.
         rows, y = loss.reshape(learn.batch_size, -1), yb[0] if yb else None
         if loss_option(learn.loss_func, "reduction") in ("sum", "batchmean"):
@@ -382,11 +384,15 @@ def per_sample(loss_func: Any) -> Callable[..., Tensor]:
     except (TypeError, ValueError):
         takes_reduction = False
     if not takes_reduction:
-        raise ValueError(
-            f"with_loss=True needs a loss that takes `reduction`, as torch's do; {loss_name(loss_func)} does not. "
-            "Compute the losses from the predictions and targets instead"
-        )
+        raise _without_reduction(loss_func)
     return partial(loss_func, reduction="none")
+
+
+def _without_reduction(loss_func: Any) -> ValueError:
+    return ValueError(
+        f"with_loss=True needs a loss that takes `reduction`, as torch's do; {loss_name(loss_func)} does not. "
+        "Compute the losses from the predictions and targets instead"
+    )
 
 
 def decoder(loss_func: Any, names: Any = None) -> Callable[[Any], Any]:

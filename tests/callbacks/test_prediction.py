@@ -126,6 +126,15 @@ def make_regression(n, seed):
     return TensorDataset(torch.randn(n, 4, generator=g), torch.randn(n, 2, generator=g))
 
 
+def test_a_loss_that_does_not_heed_its_reduction_is_told():
+    class Smooth(nn.CrossEntropyLoss):
+        def forward(self, pred, target):
+            return F.cross_entropy(pred, target, label_smoothing=0.1)
+
+    with pytest.raises(ValueError, match="takes `reduction`, as torch's do; Smooth does not"):
+        classifier(Smooth()).get_preds(with_loss=True)
+
+
 def test_what_cannot_be_had_is_said_before_anything_is_read():
     learn = classifier(lambda pred, y: F.cross_entropy(pred, y))
     with pytest.raises(ValueError, match="takes `reduction`"):
