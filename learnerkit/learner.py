@@ -1149,6 +1149,8 @@ class Learner(RunState):
 
     def _make_opt(self, reset: bool = False) -> None:
         """Make an optimizer, if there is none, if `reset` is set, or if the model has got other parameters."""
+        if self.opt is not None:
+            self.opt = optim.as_one(self.opt)  # A user may have assigned a dict.
         (opt, left_out), new = self._left_out, dict[str, nn.Parameter]()
         if self.opt is not None and self.opt is opt and not reset and self.shards is None:
             held = [*optim.parameters_of(self.opts), *left_out]

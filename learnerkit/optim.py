@@ -347,7 +347,7 @@ def clear_gradients(opt: Optimizer | Optimizers) -> None:
 
 
 def as_one(made: Any) -> Optimizer | Optimizers:
-    """Return the optimizer that `create_opt` made; several in a dict as `Optimizers`.
+    """Return the optimizer that was made or assigned; several in a dict as `Optimizers`.
 
     Raises:
         TypeError: it made neither.
@@ -359,7 +359,7 @@ def as_one(made: Any) -> Optimizer | Optimizers:
         raise TypeError(
             f"opt_func or create_opt made {made!r}{of}; it must be a torch optimizer, or a dict of them by name"
         )
-    return Optimizers(made) if isinstance(made, dict) else made
+    return Optimizers(made) if isinstance(made, dict) and not isinstance(made, Optimizers) else made
 
 
 def for_each(made: Optimizer | Optimizers, value: Any) -> list[Any]:

@@ -1339,6 +1339,19 @@ def test_a_parameter_may_get_its_first_gradient_later_after_a_state_is_lost(agai
     torch.testing.assert_close(*found)
 
 
+def test_a_dict_of_optimizers_may_be_assigned(tmp_path):
+    made, assigned = make_learner(cls=TwoAndOne, path=tmp_path), make_learner(path=tmp_path)
+    first, last = assigned.model[0], assigned.model[3]
+    groups = [{"params": [last.weight]}, {"params": [last.bias]}]
+    assigned.opt = {"a": SGD(first.parameters(), 1.0), "b": AdamW(groups)}
+    for learn in (made, assigned):
+        learn.fit(1, 0.1)
+        learn.save("both")
+        learn.load("both")
+        learn.fit_one_cycle(1, {"a": 0.1, "b": [0.01, 0.02]})
+    assert same_weights(made.model, assigned.model)
+
+
 def test_parameters_beside_the_model_are_found():
     net, loss, other = nn.Linear(2, 1), nn.Bilinear(1, 1, 1), nn.Parameter(torch.zeros(2))
     loss.bias.requires_grad_(False)
