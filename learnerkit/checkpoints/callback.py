@@ -167,7 +167,7 @@ class CheckpointCallback(StepCounter):
     def before_fit(self) -> None:
         super().before_fit()
         learn = self.learn
-        if sum(isinstance(cb, CheckpointCallback) for cb in learn.cbs) > 1:
+        if sum(isinstance(cb, CheckpointCallback) and cb.run for cb in learn.cbs) > 1:
             raise ValueError("two callbacks CheckpointCallback: a run is saved in one directory, by one of them")
         self._enter()
         self._looked = self._looked and learn.n_fits > self._fit  # otherwise this is another learner

@@ -1081,6 +1081,10 @@ def test_two_checkpoint_callbacks_are_refused(tmp_path):
     learn = make_learner(cbs=[CheckpointCallback(tmp_path / "a"), CheckpointCallback(tmp_path / "b")])
     with raises(ValueError, "two callbacks CheckpointCallback"):
         learn.fit(1)
+    learn.cbs[-1].run = False
+    learn.fit(1)
+    assert (tmp_path / "a").exists()
+    assert not (tmp_path / "b").exists()
 
 
 def test_a_state_that_cannot_be_written_is_named(tmp_path):
