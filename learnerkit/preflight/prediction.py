@@ -18,6 +18,7 @@ from learnerkit.data.batches import to_device
 from learnerkit.data.cuts import map_rows
 from learnerkit.data.order import first_batch, keep_seeds
 from learnerkit.inspection.undoing import held_tensors, state_tensors, unchanged
+from learnerkit.losses import new_weighting
 from learnerkit.parallel import DataParallelCallback, will_shard
 from learnerkit.state import Learner
 from learnerkit.text import in_one_line
@@ -206,6 +207,7 @@ def fake_steps(learn: "Learner") -> Iterator[tuple["Learner", TensorFunction]]:
     # The logger prints errors, which are dealt with here.
     with replaced(logger, disabled=True), keep_seeds(device=learn.dls.device), uncompiled(), mode:
         one.model, one.loss_func = copy.deepcopy(owners, memo)
+        one._loss_weighting = new_weighting(one)
         one.opt = None
         one._new_opt()
         yield one, mode.from_tensor

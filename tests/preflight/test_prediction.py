@@ -30,6 +30,7 @@ from learnerkit import (
     vision_learner,
 )
 from learnerkit.inspection.undoing import held_tensors, move_to_device
+from learnerkit.losses import weighting_of
 from learnerkit.preflight.prediction import Prediction, fake_steps, n_bytes, predict_memory, real_steps
 from learnerkit.torch_internals import LiveBytes
 
@@ -238,16 +239,25 @@ def facts(learn):
     return copy.deepcopy(tensors), copy.deepcopy(grads), modes, seeds, state, {**vars(learn)}
 
 
+class WithEpoch(nn.CrossEntropyLoss):
+    """Reads the learner's epoch."""
+
+    def forward(self, pred, y, *, epoch):
+        return super().forward(pred, y) * (1 + 0 * epoch)
+
+
 @pytest.mark.parametrize("way", [fake_steps, real_steps])
 @pytest.mark.parametrize("fitted", [False, True])
 def test_predicting_memory_changes_nothing(way, fitted):
-    learn = mlp()
+    learn = mlp(loss=WithEpoch())
     if fitted:
         learn.fit(1)
     calls = []
     learn.model[0].register_forward_hook(lambda *args: calls.append(args))
     learn.model.eval()
     before, values = facts(learn), weights(learn.model)
+    weighting = weighting_of(learn)
+    weighted = {**vars(weighting)}
     found = predict_memory(learn, on=[way])
     assert isinstance(found, Prediction), found
     after = facts(learn)
@@ -258,6 +268,7 @@ def test_predicting_memory_changes_nothing(way, fitted):
     assert str(before[4]) == str(after[4])
     assert before[5].keys() == after[5].keys()
     assert [name for name in before[5] if before[5][name] is not after[5][name] and name != "_scaler_state"] == []
+    assert all(value is weighted[name] for name, value in vars(weighting).items())
     assert bool(calls) is (way is real_steps)  # what a hook keeps is no fake tensor
 
 
