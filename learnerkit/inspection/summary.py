@@ -142,7 +142,7 @@ def counting_kept(learn: "Learner") -> Iterator[dict[int, torch.UntypedStorage]]
 
     with ExitStack() as stack:
         for cb in learn.cbs:
-            if isinstance(cb, MixedPrecision):
+            if isinstance(cb, MixedPrecision) and cb.run:
                 stack.enter_context(torch.autocast(learn.dls.device.type, MODES[cb.mode]))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t))

@@ -109,7 +109,7 @@ def predict_memory(
     Returns:
         The prediction, or why there is none.
     """
-    every = [*learn.cbs, *cbs]
+    every = [cb for cb in (*learn.cbs, *cbs) if cb.run]
     if why := _not_predicted(learn, every):
         return why
     reason, several = "", learn.n_ranks > 1

@@ -232,7 +232,7 @@ class _Search:
 
     def _n_batches(self, size: int) -> int:
         "Return how many batches of this size make a step, for the wanted effective batch or the learner's own."
-        own = next((cb for cb in self.learn.cbs if isinstance(cb, GradientAccumulation)), None)
+        own = next((cb for cb in self.learn.cbs if isinstance(cb, GradientAccumulation) and cb.run), None)
         wanted = self.bs if self.bs is not None or own is None else own.n_samples
         if wanted is not None:
             return -(-wanted // (size * self.ranks))

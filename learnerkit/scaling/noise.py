@@ -168,8 +168,8 @@ class GradientNoiseScale(Callback):
         learn = self.learn
         self._check()
         self._forget()
-        accumulation = [cb for cb in learn.cbs if isinstance(cb, GradientAccumulation) and cb.n_batches != 1]
-        self._cuts = not (learn.n_ranks > 1 or accumulation)
+        accumulates = any(isinstance(cb, GradientAccumulation) and cb.run and cb.n_batches != 1 for cb in learn.cbs)
+        self._cuts = not (learn.n_ranks > 1 or accumulates)
         self._period = self.every or (200 if self._cuts else 20)
         self._watch = _Watch(self)
         learn.add_cb(self._watch)

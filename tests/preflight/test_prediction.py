@@ -228,6 +228,8 @@ def test_callbacks_take_part(plain, cb):
     assert added == own
     assert own.peak == pytest.approx(measured(learn), rel=0.1)
     assert (own.peak > plain.peak) is isinstance(cb, GradientAccumulation)
+    cb.run = False
+    assert predict_memory(learn) == plain
 
 
 def facts(learn):

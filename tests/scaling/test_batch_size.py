@@ -152,7 +152,11 @@ def test_rates_follow_the_optimizers_rule(memory):
     assert wide(lr=scaled_lr(0.1, at=4)).find_batch_size(bs=8).lr is None
     groups = wide(splitter=lambda model: [list(model[0].parameters()), list(model[3].parameters())], lr=slice(0.1, 0.2))
     assert groups.find_batch_size(bs=8).lr == pytest.approx([0.2, 0.4])
-    assert wide(lr=0.1, cbs=GradientAccumulation(n_batches=2)).find_batch_size(bs=16).lr == pytest.approx(0.1 * 16 / 8)
+    accumulate = GradientAccumulation(n_batches=2)
+    assert wide(lr=0.1, cbs=accumulate).find_batch_size(bs=16).lr == pytest.approx(0.1 * 16 / 8)
+    accumulate.run = False
+    found = wide(lr=0.1, cbs=accumulate).find_batch_size()
+    assert (found.n_batches, found.lr) == (None, pytest.approx(0.1 * found.effective / 4))
 
 
 # What counts

@@ -225,13 +225,15 @@ def test_gradients_of_an_earlier_step_are_not_taken_for_this_ones(keeps):
 # What it leaves
 
 
-@pytest.mark.parametrize("accumulates", [True, False])
+@pytest.mark.parametrize("accumulates", [True, False, "off"])
 def test_training_goes_on_as_without(accumulates):
     """Dropout, BatchNorm, an order that is drawn, and everybody's random numbers."""
 
     def trained(cbs):
         model = make_model(dropout=0.5, norm=True)
-        learn = make_learner(accumulated(2) * accumulates, model=model, batch_size=20, shuffle=True)
+        learn = make_learner(accumulated(2) * bool(accumulates), model=model, batch_size=20, shuffle=True)
+        if accumulates == "off":
+            learn.gradient_accumulation.run = False
         learn.fit(2, 0.3, cbs=cbs)
         streams = torch.rand(1).item(), random.random(), np.random.rand()
         return learn, streams, [row[0] for row in learn.recorder.values]
@@ -239,7 +241,7 @@ def test_training_goes_on_as_without(accumulates):
     (one, *numbers), (other, *others) = trained([]), trained(scale := GradientNoiseScale(every=2))
     assert same_weights(one.model, other.model)
     assert numbers == others
-    assert len(rows_of(scale)) == (6 if accumulates else 13)
+    assert len(rows_of(scale)) == (6 if accumulates is True else 13)
     assert [cb for cb in other.cbs if cb not in one.cbs and type(cb).__name__ in ("_Watch", "GradientNoiseScale")] == []
     assert not any(p._backward_hooks for p in other.model.parameters())
 
