@@ -254,6 +254,7 @@ def replacing(file: AnyPath) -> Iterator[Path]:
         except OSError as e:
             raise CheckpointError(f"{file} cannot be written: {e}") from e
         return
+    file = file.resolve()  # A symbolic link stays, and leads to what is written.
     temporary = temporary_name(file)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -395,6 +395,18 @@ def test_a_path_as_text_is_taken_wherever_a_path_is(name, tmp_path):
     assert (tmp_path / "here" / "b.pth").is_file()
 
 
+@pytest.mark.parametrize("ending", ["pth", "safetensors"])
+def test_what_a_link_leads_to_is_written(ending, tmp_path):
+    learn, link, file = trained(), tmp_path / f"model.{ending}", tmp_path / "large disk" / f"model.{ending}"
+    link.symlink_to(file)
+    learn.save(link)  # the file is not there yet
+    learn.fit(1)
+    learn.save(link)
+    assert link.is_symlink()
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
+    assert same_weights(make_learner().load(file, with_opt=False).model, learn.model)
+
+
 def test_a_path_as_text_may_begin_with_the_home_directory(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert make_learner().save("~/w.pth") == tmp_path / "home" / "w.pth"
