@@ -77,7 +77,7 @@ def second_alone(who: int) -> None:
 
 CASES = {
     "alone-0": lambda: alone(0),
-    "alone-1": lambda: alone(1),
+    "alone-1": lambda: alone(1, lambda: time.sleep(1.5)),  # so that rank 1 comes before rank 0 ends
     "alone-0-sleep": lambda: alone(0, lambda: time.sleep(600)),
     "alone-1-sleep": lambda: alone(1, lambda: time.sleep(600)),
     "alone-0-elsewhere": lambda: alone(0, distributed.barrier),
