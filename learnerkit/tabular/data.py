@@ -105,6 +105,7 @@ class TabularData:
                 is in the validation part alone.
         """
         frame = _as_frame(df).reset_index(drop=True)  # Rows are then named by their numbers.
+        frame.columns = frame.columns.astype(object)  # Names that are numbers are then int, which JSON knows.
         cats, conts = (names if names is None else listify(names) for names in (cats, conts))
         named = [*(cats or ()), *(conts or ()), *(dates := listify(dates))]
         _check_columns(frame, [y, *named])

@@ -448,6 +448,16 @@ def test_rows_may_have_the_same_names_and_lack_dates():
         assert a is b is None or torch.equal(torch.cat([a, a]), b)
 
 
+@pytest.mark.parametrize("names", [[2, 0, 1], np.arange(3)])
+def test_columns_may_have_numbers_for_names(names):
+    frame = pd.DataFrame({"x": np.arange(40) * 1.3, "y": ["u", "v"] * 20, "c": ["a", "b", "c", "d"] * 10})
+    frame.columns = names
+    data = TabularData.from_df(frame, names[1])
+    assert [type(column.name) for column in (*data.cats, *data.conts, data.target)] == [int, int, int]
+    again = data.dataloaders().data.from_json(data.to_json())
+    assert all(map(torch.equal, data.encode(frame), again.encode(frame)))
+
+
 def test_numbers_of_single_precision_are_categories_as_they_are_written():
     column = pd.Series([0.1, 0.2, 0.5, 0.1], dtype="float32", name="dose")
     found = Categories.from_json(Categories.of(column).as_json())
