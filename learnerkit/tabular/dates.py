@@ -50,6 +50,7 @@ class Dates:
         Raises:
             ValueError: values that are no dates, or that may be read in two ways.
         """
+        column = _with_times(column)
         if column.dtype.kind == "M":
             return cls(column.name, zone=zone_name(column.dt.tz))
         texts = texts_in(column)
@@ -70,7 +71,7 @@ class Dates:
         """
         import pandas as pd
 
-        index, column = column.index, column.reset_index(drop=True)  # it may have names twice
+        index, column = column.index, _with_times(column).reset_index(drop=True)  # it may have names twice
         times = column
         if column.dtype.kind != "M":
             texts = texts_in(column)
@@ -91,6 +92,11 @@ class Dates:
         return pd.DataFrame(
             {f"{self.name}_{part}": values.convert_dtypes().mask(times.isna()) for part, values in columns.items()}
         ).set_axis(index)
+
+
+def _with_times(column: "Series") -> "Series":
+    """Convert days of Arrow to timestamps, as they have neither hours nor a zone; return others as they are."""
+    return column.astype("datetime64[s]") if str(column.dtype).startswith(("date32[", "date64[")) else column
 
 
 def texts_in(column: "Series") -> "Series":

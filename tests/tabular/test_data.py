@@ -448,6 +448,18 @@ def test_rows_may_have_the_same_names_and_lack_dates():
         assert a is b is None or torch.equal(torch.cat([a, a]), b)
 
 
+@pytest.mark.parametrize("kind", ["date32", "date64"])
+def test_dates_may_be_days_of_arrow(kind):
+    pa = pytest.importorskip("pyarrow")
+    days = pd.Series(pd.date_range("2020-07-01", periods=40, freq="3D"))
+    days[7] = None
+    frame = pd.DataFrame({"d": days, "y": np.arange(40) ** 1.5})
+    of_arrow = frame.assign(d=days.dt.date.astype(pd.ArrowDtype(getattr(pa, kind)())))
+    data, again = (TabularData.from_df(each, "y", dates=["d"]) for each in (frame, of_arrow))
+    for found in (again.encode(frame), again.encode(of_arrow), data.encode(of_arrow)):
+        assert all(map(torch.equal, data.encode(frame), found))
+
+
 @pytest.mark.parametrize("names", [[2, 0, 1], np.arange(3)])
 def test_columns_may_have_numbers_for_names(names):
     frame = pd.DataFrame({"x": np.arange(40) * 1.3, "y": ["u", "v"] * 20, "c": ["a", "b", "c", "d"] * 10})
