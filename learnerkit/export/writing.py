@@ -184,6 +184,8 @@ def example(learn: "Learner") -> tuple[tuple, dict[str, Any], int]:
     batch = to_device(first_batch(dl), dls.device)
     inputs, _ = dls.split(batch)
     size = dls.batch_size(batch) if dls.batch_size is not None else rows_of(inputs)
+    # A program of a view, such as the tokens before the last, would refuse inputs that are none.
+    inputs = map_batch(lambda t: t.contiguous() if t.layout == torch.strided else t, inputs)
     if size == 1:
         inputs, size = map_batch(lambda t: torch.cat([t, t]) if t.ndim and len(t) == 1 else t, inputs), 2
     return ((), dict(inputs[0]), size) if isinstance(inputs[0], Mapping) else (inputs, {}, size)

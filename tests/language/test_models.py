@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers import raises
-from text_jobs import Bag, OwnNext, make_data, make_stream
+from text_jobs import Bag, Next, OwnNext, make_data, make_stream
 from torch import nn
 from torch.nn import functional as F
 
@@ -32,6 +32,17 @@ def test_a_program_takes_texts_of_any_length():
     program = load_learner(learn.export("texts.pt2"), data=TextData, device="cpu")
     for text in ("", "cat", "cat dog", "cat dog bird"):
         torch.testing.assert_close(program.predict(text).pred, learn.predict(text).pred)
+
+
+def test_a_language_model_becomes_a_program():
+    dls = make_stream().dataloaders(tokens=64, seq_len=16, device="cpu")
+    learn = text_learner(dls, Next(dls.data.vocab_size), loss_func=nn.CrossEntropyLoss())
+    path = learn.export("texts.pt2")
+    program = load_learner(path, data=TextData, device="cpu")
+    for text in ("cat dog", "cat dog bird"):
+        torch.testing.assert_close(program.predict(text).pred, learn.predict(text).pred)
+    again = load_learner(path, dls=dls, loss_func=nn.CrossEntropyLoss())
+    assert again.validate() == pytest.approx(learn.validate())
 
 
 def test_any_module_will_do_and_the_rest_goes_to_the_learner():
