@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, get_args, get_origin, get_type_hints
 
+import numpy as np
 from torch import Tensor
 
 from learnerkit.files import CheckpointError
@@ -103,6 +104,8 @@ def _rules(loss_func: Any, classes: Any) -> tuple[str | None, str | None]:
 
 
 def _plain(name: Any) -> Any:
+    if isinstance(name, np.generic) or (isinstance(name, Tensor) and name.ndim == 0):
+        name = name.item()
     return name if isinstance(name, str | int | float | bool | None) else str(name)
 
 

@@ -6,6 +6,7 @@ import sys
 from collections import namedtuple
 from pathlib import Path
 
+import numpy as np
 import pytest
 import safetensors
 import torch
@@ -388,6 +389,8 @@ def test_classes_that_are_no_text_are_stored_as_text_or_number():
     learn = make_learner(make_dls(data=make_classes), make_model(n_out=3), nn.CrossEntropyLoss())
     learn.dls.classes = [1, None, Path("c")]
     assert load_learner(learn.export("a"), lambda: make_model(n_out=3)).dls.classes == [1, None, "c"]
+    learn.dls.classes = [*np.array([3, 4]), torch.tensor(5)]
+    assert load_learner(learn.export("b"), lambda: make_model(n_out=3)).dls.classes == [3, 4, 5]
     with safetensors.safe_open("models/a.safetensors", "pt") as file:
         assert json.loads(file.metadata()["learnerkit.export"])["model"] == "Sequential"
 
