@@ -188,7 +188,9 @@ class ImageData:
             for item, row, is_box in zip(df[image], rows, df[[*label]].notna().any(axis=1), strict=True):
                 if is_box:
                     targets[item]["boxes"].append(row[:4])
-                    targets[item]["labels"].append(row[4])
+                    # A gap makes floats of a column of whole numbers.
+                    is_number = isinstance(row[4], float) and row[4].is_integer()
+                    targets[item]["labels"].append(int(row[4]) if is_number else row[4])
             rows = list(targets.values())
             df = df.drop_duplicates(image)
         elif kind == "masks":

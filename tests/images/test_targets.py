@@ -145,6 +145,14 @@ def test_a_row_without_a_box_is_a_picture_without_one(table):
     assert [len(y["boxes"]) for _, y in data.train_ds.samples] == [0] + [1] * 23
 
 
+@pytest.mark.parametrize(("classes", "number"), [(["no", "yes"], 1), ([1, 2], 0)])
+def test_labels_of_boxes_may_be_whole_numbers_beside_a_picture_without_one(classes, number):
+    names = ["x0", "y0", "x1", "y1", "label"]
+    rows = pd.DataFrame([[0, 0, 5, 5, 1], [None] * 5], columns=names).assign(image=["a.png", "b.png"])
+    data = ImageData.from_df(rows, "image", names, None, targets="boxes", classes=classes)
+    assert [y["labels"].tolist() for _, y in data.train_ds.samples] == [[number], []]
+
+
 def test_whole_numbers_are_the_names_of_classes_that_are_numbers():
     pictures, box = [np.zeros((8, 8), np.uint8)] * 2, [[0, 0, 5, 5]]
     options = {"targets": "boxes", "valid": None, "size": 8}
