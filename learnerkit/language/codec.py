@@ -86,7 +86,12 @@ class TextCodec:
         parts, lengths = [np.empty(0, np.int32)], list[int]()
         for start in range(0, len(texts), _AT_ONCE):
             some = checked_texts(texts[start : start + _AT_ONCE])
-            encoded = [finish(encoding.ids) for encoding in self._tokenizer.encode_batch_fast(some, **options)]
+            try:
+                encodings = self._tokenizer.encode_batch_fast(some, **options)
+            except TypeError:
+                _refuse_halves(some, start)
+                raise
+            encoded = [finish(encoding.ids) for encoding in encodings]
             parts.append(np.concatenate([np.array(ids, np.int32) for ids in encoded]))
             lengths += map(len, encoded)
         return torch.from_numpy(np.concatenate(parts)), torch.tensor(lengths)
@@ -122,6 +127,18 @@ def checked_texts(texts: Iterable) -> list[str]:
             f"{first_few(others)} (from 0); for missing ones put ''"
         )
     return texts
+
+
+def _refuse_halves(texts: Sequence[str], first: int) -> None:
+    """Refuse a text with half of a pair of surrogates, which has no bytes; `first` is the place of the first text."""
+    for i, text in enumerate(texts, first):
+        try:
+            text.encode()
+        except UnicodeEncodeError as e:
+            raise ValueError(
+                f"the text at place {i} (from 0) has half a character, {text[e.start]!r}, at its place {e.start}; "
+                "text.encode('utf-8', 'replace').decode() puts '?' there"
+            ) from None
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int = 8000) -> "Tokenizer":

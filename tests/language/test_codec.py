@@ -86,6 +86,13 @@ def test_what_is_no_text_and_no_tokenizer(tokenizer):
         TextCodec("bert-base-uncased")
 
 
+def test_half_a_character_is_refused_by_its_place(tokenizer):
+    codec = TextCodec(tokenizer)
+    for encode in (codec.encode, codec.encode_stream):
+        with raises(ValueError, "the text at place 1 (from 0) has half a character, '\\ud800', at its place 2"):
+            encode(["cat", "a \ud800"])
+
+
 def test_without_the_library_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with raises(ImportError, "pip install 'learnerkit[text]'"):
