@@ -140,14 +140,7 @@ class ImageData:
 
     @classmethod
     def from_df(
-        cls,
-        df: Any,
-        image: str,
-        label: str | Sequence[str],
-        valid: Any = 0.2,
-        *,
-        path: str | Path = ".",
-        **reading: Any,
+        cls, df: Any, image: Any, label: Any, valid: Any = 0.2, *, path: str | Path = ".", **reading: Any
     ) -> "ImageData":
         """Take pictures and their targets from the columns of a frame of pandas.
 
@@ -165,7 +158,7 @@ class ImageData:
         Raises:
             ValueError: a column that is not there; and as `from_items`.
         """
-        path, several = local_folder(path), not isinstance(label, str)
+        path, several = local_folder(path), not isinstance(label, str | int)
         check_columns(df, [image, *(label if several else [label]), *([valid] if isinstance(valid, str) else [])])
         kind = reading.get("targets", "class")
         if several and kind in ("class", "masks"):

@@ -153,6 +153,11 @@ def test_labels_of_boxes_may_be_whole_numbers_beside_a_picture_without_one(class
     assert [y["labels"].tolist() for _, y in data.train_ds.samples] == [[number], []]
 
 
+def test_columns_may_have_numbers_for_names():
+    data = ImageData.from_df(pd.DataFrame([["a.png", "cat"], ["b.png", "dog"]]), 0, 1, None)
+    assert data.train_ds.samples == [(Path("a.png"), 0), (Path("b.png"), 1)]
+
+
 def test_whole_numbers_are_the_names_of_classes_that_are_numbers():
     pictures, box = [np.zeros((8, 8), np.uint8)] * 2, [[0, 0, 5, 5]]
     options = {"targets": "boxes", "valid": None, "size": 8}
