@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from inspect import signature
+from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,13 +88,12 @@ class TextData:
         numbers, classes = (np.zeros(len(texts), np.int64), None) if labels is None else _numbered(labels, len(texts))
         mask = held_out(valid, numbers, seed)
         if classes is not None:
-            _check_classes(classes, numbers[~mask])
+            _check_classes(classes, set(numbers[~mask].tolist()))
         if tokenizer is None:
-            tokenizer = train_tokenizer([text for text, held in zip(texts, mask, strict=True) if not held], vocab_size)
+            tokenizer = train_tokenizer(compress(texts, ~mask), vocab_size)
         data = cls(TextCodec(tokenizer, max_len), classes)
         data.train_ds, data.valid_ds = (
-            data._encoded([texts[i] for i in np.flatnonzero(part)], numbers[part]) if part.any() else None
-            for part in (~mask, mask)
+            data._encoded(list(compress(texts, part)), numbers[part]) if part.any() else None for part in (~mask, mask)
         )
         return data
 
@@ -341,14 +341,14 @@ def _numbered(labels: Iterable, n: int) -> tuple[np.ndarray, list]:
     return numbers.astype(np.int64), classes.tolist()
 
 
-def _check_classes(classes: list, trained: np.ndarray) -> None:
+def _check_classes(classes: list, trained: set[int]) -> None:
     if len(classes) < 2:
         raise ValueError(
             f"all texts have the class {classes[0]!r}; there is nothing to learn"
             if classes
             else "got no texts to train on"
         )
-    if unknown := [classes[i] for i in sorted(set(range(len(classes))) - set(trained.tolist()))]:
+    if unknown := [name for i, name in enumerate(classes) if i not in trained]:
         raise ValueError(
             f"validated on, but not trained on: the classes {first_few(map(str, unknown))}; choose another valid="
         )
