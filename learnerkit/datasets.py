@@ -93,12 +93,11 @@ def _write_fashion(folder: Path) -> None:
     from PIL import Image
 
     for part, ds in zip(("train", "valid"), fashion_mnist_sample(), strict=True):
-        for name in FASHION_MNIST_CLASSES:
-            (folder / part / name.replace("/", "-")).mkdir(parents=True)
         images, labels = ds.tensors
         for i, (pixels, label) in enumerate(zip(images.mul(255).round().to(torch.uint8), labels, strict=True)):
-            name = FASHION_MNIST_CLASSES[label].replace("/", "-")
-            Image.fromarray(pixels[0].numpy()).save(folder / part / name / f"{i:04}.png")
+            of_class = folder / part / FASHION_MNIST_CLASSES[label].replace("/", "-")
+            of_class.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pixels[0].numpy()).save(of_class / f"{i:04}.png")
 
 
 SHAPES = ("background", "circle", "square")
