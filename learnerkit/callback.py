@@ -5,10 +5,10 @@ as its own, and writes them as `self.learn.x = ...`.
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastcore.basics import camel2snake
 
@@ -195,6 +195,9 @@ _FORMER_EVENTS = {f"begin_{level}": f"before_{level}" for level in LEVELS} | {
 """The events of fastai 1 and of the first versions of fastai 2, with their present names."""
 
 
+_C = TypeVar("_C", bound=Callback)
+
+
 def is_ours(hook: Any) -> bool:
     """Tell whether a function or method belongs to this library; a partial, as in `Callback(...)`, never does."""
     return str(hook.__module__).split(".")[0] == __name__.split(".")[0]
@@ -261,6 +264,11 @@ def readers_of_predictions(learn: "Learner") -> set[str]:
 
 
 _IN_EVALUATION = [e for e in Event if not any(part in e for part in ("create", "train", "backward", "step"))]
+
+
+def running(cbs: Iterable[Callback], kind: type[_C]) -> list[_C]:
+    """Return the callbacks of class `kind` that are not switched off, in their order."""
+    return [cb for cb in cbs if isinstance(cb, kind) and cb.run]
 
 
 def acts_in_evaluation(cb: Callback) -> bool:

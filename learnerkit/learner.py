@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import AdamW, Optimizer
 
 from learnerkit import arguments, distributed, files, optim, parallel, run_state
-from learnerkit.callback import Callback, Dispatch, acts_in_evaluation, describe_loop, kept_flags
+from learnerkit.callback import Callback, Dispatch, acts_in_evaluation, describe_loop, kept_flags, running
 from learnerkit.callbacks.accumulation import GradientAccumulation
 from learnerkit.callbacks.augmentation import BatchTransform
 from learnerkit.callbacks.lr_find import SUGGESTIONS, LRFinder, choice
@@ -833,12 +833,11 @@ class Learner(RunState):
     @collective
     def _recorded_lr_find(self, finder: LRFinder) -> Any:
         """Return the result of this call in an earlier process whose run a CheckpointCallback continues, or `None`."""
-        for cb in self.cbs:
-            if isinstance(cb, CheckpointCallback) and cb.run:
-                rates = cb.recorded_lr_find(len(self.lr_finds))
-                if rates is not None and (suggested := finder.recorded(rates)) is not None:
-                    self.lr_finds.append(rates)
-                    return suggested
+        for cb in running(self.cbs, CheckpointCallback):
+            rates = cb.recorded_lr_find(len(self.lr_finds))
+            if rates is not None and (suggested := finder.recorded(rates)) is not None:
+                self.lr_finds.append(rates)
+                return suggested
         return None
 
     @on_workers

@@ -18,9 +18,11 @@ from learnerkit import (
     EarlyStoppingCallback,
     ProgressCallback,
     Recorder,
+    SaveModelCallback,
 )
-from learnerkit.callback import check_hooks, is_ours
+from learnerkit.callback import check_hooks, is_ours, running
 from learnerkit.callbacks.schedule import ParamScheduler, SchedCos
+from learnerkit.callbacks.tracking import TrackerCallback
 from learnerkit.callbacks.training import TrainEvalCallback
 from learnerkit.events import INNER_EVENTS, Event
 
@@ -867,6 +869,13 @@ def test_the_shown_loop_has_every_callback_at_its_events_in_order(capsys):
     assert [names for event, names in found if event == "before_batch"] == [["TrainOnly"], []]
     (cleanup,) = [names for event, names in found if event == "cleanup_fit"]
     assert {name.rstrip(",") for name in cleanup} == {"Early", "ProgressCallback"}
+
+
+def test_the_running_callbacks_of_a_class_are_those_that_are_not_switched_off():
+    cbs = [EarlyStoppingCallback(), ProgressCallback(), SaveModelCallback(), EarlyStoppingCallback()]
+    cbs[0].run = False
+    assert running(cbs, TrackerCallback) == cbs[2:]
+    assert running(iter(cbs), EarlyStoppingCallback) == cbs[3:]
 
 
 def test_a_callback_may_set_an_attribute_of_its_own_name():

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from learnerkit import arguments, optim
-from learnerkit.callback import Callback
+from learnerkit.callback import Callback, running
 from learnerkit.callbacks.training import at_last_batch
 from learnerkit.events import CancelBatchException, CancelStepException
 from learnerkit.gradient_mean import GradientMean, counts_something, host_count, scale_gradients
@@ -51,7 +51,7 @@ class GradientAccumulation(Callback):
                 "step counts of each is known only after its last batch. Take larger batches or more processes, or one "
                 "loss_weight for the whole loss (errors.html#loss-weight)"
             )
-        if sum(isinstance(cb, GradientAccumulation) and cb.run for cb in learn.cbs) > 1:
+        if len(running(learn.cbs, GradientAccumulation)) > 1:
             raise ValueError(
                 "two GradientAccumulation callbacks in one fit, which differ in the batches of a step: leave one out"
             )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from learnerkit import arguments, distributed
-from learnerkit.callback import Callback
+from learnerkit.callback import Callback, running
 from learnerkit.data.rows import draw_seed
 from learnerkit.distributed import seeds
 from learnerkit.losses import no_loss
@@ -133,7 +133,7 @@ class _Mixing(_Drawing):
 
     def before_train(self) -> None:
         super().before_train()
-        mixing = [cb for cb in self.learn.cbs if isinstance(cb, _Mixing) and cb.run]
+        mixing = running(self.learn.cbs, _Mixing)
         self._place = mixing.index(self), len(mixing)
 
     def before_batch(self) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from learnerkit import arguments, distributed, optim
-from learnerkit.callback import Callback
+from learnerkit.callback import Callback, running
 from learnerkit.data.iterable import source_of
 from learnerkit.data.order import order_sources, put_states, states_of
 from learnerkit.events import CancelBatchException
@@ -54,7 +54,7 @@ class _Averaging(Callback):
         self._forget()
         if learn.task != "fit":
             return
-        if any(isinstance(cb, _Averaging) and cb.run and cb.module is None and cb is not self for cb in learn.cbs):
+        if any(cb.module is None and cb is not self for cb in running(learn.cbs, _Averaging)):
             raise ValueError(
                 f"two callbacks average the weights, {self!r} among them, and the model can be validated with one "
                 "average: use one of them"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from learnerkit.callback import running
 from learnerkit.callbacks.precision import MixedPrecision, predictions_in_float32
 from learnerkit.data.batches import Rows, in_float32, with_rows
 from learnerkit.data.cuts import cut_rows, even_spans, row_counts
@@ -333,7 +334,7 @@ class Batches:
     def _run(self) -> None:
         """Compute predictions and loss of all parts, and in training the gradients."""
         learn, kind = self.learn, self.learn.dls.device.type
-        self._precision = next((cb for cb in learn.cbs if isinstance(cb, MixedPrecision) and cb.run), None)
+        self._precision = next(iter(running(learn.cbs, MixedPrecision)), None)
         scaler = self._precision.scaler if self._precision and learn.training else None
         self._scale = scaler.scale(torch.ones((), device=learn.dls.device)) if scaler else 1.0
         self._autocast = torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau as TorchPlateau
 
 from learnerkit import arguments, optim
-from learnerkit.callback import Callback
+from learnerkit.callback import Callback, running
 from learnerkit.callbacks.recorder import check_monitor, monitored
 from learnerkit.state import State
 from learnerkit.text import did_you_mean, first_few
@@ -277,7 +277,7 @@ def check_nobody_schedules(learn: Any, who: str) -> None:
     Raises:
         ValueError: there is such a schedule.
     """
-    if any(isinstance(cb, ParamScheduler) and cb.run and "lr" in cb.scheds for cb in learn.cbs):
+    if any("lr" in cb.scheds for cb in running(learn.cbs, ParamScheduler)):
         raise ValueError(
             f"{who} cannot be combined with a schedule of 'lr' (fit_one_cycle and the like have one), which sets the "
             "rate before every batch: train with fit at a constant rate, or leave one of them out"

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from learnerkit import arguments, distributed, optim
-from learnerkit.callback import Callback, readers_of_predictions
+from learnerkit.callback import Callback, readers_of_predictions, running
 from learnerkit.callbacks.batch_parts import Batches, Part
 from learnerkit.callbacks.carried import CarriedState
 from learnerkit.callbacks.sharded_parts import ShardedBatches
@@ -76,11 +76,11 @@ class SplitBatch(Callback):
             why = (
                 f"{type(learn).__name__} makes backward passes or steps of its own, for which it needs the whole batch"
             )
-        elif carries := [cb for cb in learn.cbs if isinstance(cb, CarriedState) and cb.run]:
+        elif carries := running(learn.cbs, CarriedState):
             why = f"{carries[0]!r} carries a state for the rows of the whole batch"
         elif isinstance(learn.loss_weight, Mapping):
             why = "loss_weight= has a count for each of several losses, which are known after the last part alone"
-        elif any(getattr(cb, "ddp_kwargs", {}).get("static_graph") for cb in learn.cbs):
+        elif any(getattr(cb, "ddp_kwargs", {}).get("static_graph") for cb in learn.cbs if cb.run):
             why = "with static_graph=True DDP counts backward passes, of which each part has one"
         if why:
             raise ValueError(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from learnerkit import arguments, distributed
-from learnerkit.callback import Callback
+from learnerkit.callback import Callback, running
 from learnerkit.callbacks.recorder import check_monitor, monitored
 from learnerkit.callbacks.schedule import check_nobody_schedules
 from learnerkit.callbacks.training import NamedState, StepBudget, StepCounter, at_last_batch
@@ -170,7 +170,7 @@ class SaveModelCallback(TrackerCallback):
             super().before_fit()
         if self.reset_on_fit:
             self._best_path = None
-        own, savers = self._overwrites(), [cb for cb in self.learn.cbs if isinstance(cb, SaveModelCallback)]
+        own, savers = self._overwrites(), running(self.learn.cbs, SaveModelCallback)
         if own and any(cb is not self and cb._overwrites() == own for cb in savers):
             raise ValueError(
                 f"two callbacks {self!r} save to {own}, and would overwrite each other's models; give them different "
@@ -178,8 +178,8 @@ class SaveModelCallback(TrackerCallback):
             )
 
     def _overwrites(self) -> object:
-        "Return the file that it writes more than once or at the end; `None` if there is none, or if it does not run."
-        return place_of(self.learn, self.fname) if self.run and (self.at_end or not self.every_epoch) else None
+        "Return the file that it writes more than once or at the end; `None` if there is none."
+        return place_of(self.learn, self.fname) if self.at_end or not self.every_epoch else None
 
     @collective
     def after_epoch(self) -> None:
@@ -410,9 +410,8 @@ class ValidateEvery(StepCounter):
         if hasattr(learn, "recorder"):
             learn.recorder.add_row(values)
         try:
-            for cb in sorted(learn.cbs, key=lambda cb: cb.order):
-                if isinstance(cb, TrackerCallback) and cb.run:
-                    cb.take_row()
+            for cb in sorted(running(learn.cbs, TrackerCallback), key=lambda cb: cb.order):
+                cb.take_row()
         except CancelException as cancel:
             mark(cancel, agreed=True)
             raise

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from learnerkit import arguments, distributed, optim
-from learnerkit.callback import is_ours
+from learnerkit.callback import is_ours, running
 from learnerkit.callbacks.training import StepCounter
 from learnerkit.checkpoints import state
 from learnerkit.checkpoints.storage import (
@@ -167,7 +167,7 @@ class CheckpointCallback(StepCounter):
     def before_fit(self) -> None:
         super().before_fit()
         learn = self.learn
-        if sum(isinstance(cb, CheckpointCallback) and cb.run for cb in learn.cbs) > 1:
+        if len(running(learn.cbs, CheckpointCallback)) > 1:
             raise ValueError("two callbacks CheckpointCallback: a run is saved in one directory, by one of them")
         self._enter()
         self._looked = self._looked and learn.n_fits > self._fit  # otherwise this is another learner

@@ -93,7 +93,7 @@ def _warn_of_callbacks(learn: "Learner") -> None:
     names = [
         repr(cb)
         for cb in learn.cbs
-        if cb.run_valid and not cb.only_fit and (cb._owns("before_batch") or cb._owns("after_pred"))
+        if cb.run and cb.run_valid and not cb.only_fit and (cb._owns("before_batch") or cb._owns("after_pred"))
         if not isinstance(cb, MixedPrecision | ChannelsLast)  # these change no more than the rounding
     ]
     if names:

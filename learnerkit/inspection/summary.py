@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from learnerkit.callback import running
 from learnerkit.callbacks.precision import MODES, MixedPrecision
 from learnerkit.data.order import first_batch
 from learnerkit.data.show import WIDTH, Table
@@ -141,9 +142,8 @@ def counting_kept(learn: "Learner") -> Iterator[dict[int, torch.UntypedStorage]]
         return t.detach()  # a saved output that is returned itself would keep its own graph alive
 
     with ExitStack() as stack:
-        for cb in learn.cbs:
-            if isinstance(cb, MixedPrecision) and cb.run:
-                stack.enter_context(torch.autocast(learn.dls.device.type, MODES[cb.mode]))
+        for cb in running(learn.cbs, MixedPrecision):
+            stack.enter_context(torch.autocast(learn.dls.device.type, MODES[cb.mode]))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t))
         yield kept

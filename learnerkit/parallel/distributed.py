@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import IterableDataset
 
 from learnerkit import distributed, optim
-from learnerkit.callback import Callback, Dispatch, is_ours
+from learnerkit.callback import Callback, Dispatch, is_ours, running
 from learnerkit.data.batches import loader_len, on_host
 from learnerkit.data.order import generators_of, put_states, states_at_start, states_of
 from learnerkit.large.mapped import check_values
@@ -377,7 +377,7 @@ class _MakeWhole(Callback):
 
 def member_of(cbs: Iterable[Callback]) -> DistributedCallback | None:
     """Return the learner's `DistributedCallback`, if it has one that is not switched off."""
-    return next((cb for cb in cbs if isinstance(cb, DistributedCallback) and cb.run), None)
+    return next(iter(running(cbs, DistributedCallback)), None)
 
 
 def will_shard(learn: "Learner") -> bool:

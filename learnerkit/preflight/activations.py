@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from learnerkit.callback import running
 from learnerkit.callbacks.recomputing import ActivationCheckpointing
 from learnerkit.inspection.summary import bytes_beside, counting_kept
 from learnerkit.inspection.undoing import predict, trial
@@ -31,7 +32,7 @@ def judge_activations(learn: "Learner", seen: Seen | None) -> list[Finding]:
         learn: the learner.
         seen: this rank's batch; `None`: it has no data.
     """
-    cb = next((cb for cb in learn.cbs if isinstance(cb, ActivationCheckpointing) and cb.run), None)
+    cb = next(iter(running(learn.cbs, ActivationCheckpointing)), None)
     if cb is None and will_shard(learn):
         return [Finding(OK, f"a batch keeps {in_units(_kept(learn, seen))} for its backward pass")]
     if cb is None or seen is None:

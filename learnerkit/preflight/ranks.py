@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from learnerkit import distributed, optim, run_state
 from learnerkit.arguments import check_count
-from learnerkit.callback import Callback
+from learnerkit.callback import Callback, running
 from learnerkit.callbacks.augmentation import CutMix, MixUp
 from learnerkit.callbacks.progress import ProgressCallback
 from learnerkit.checkpoints.callback import CheckpointCallback
@@ -277,7 +277,7 @@ class _Notes(Callback):
 
     def before_train(self) -> None:
         learn = self.learn
-        self.draws = any(isinstance(cb, MixUp | CutMix) for cb in learn.cbs)
+        self.draws = any(running(learn.cbs, kind) for kind in (MixUp, CutMix))
         for norm in _norms(learn.model):
             norm.eval()
         holder, name = (learn.dl, "loader") if isinstance(learn.dl, RankLoader) else (learn, "dl")

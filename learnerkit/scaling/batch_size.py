@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Subset, SubsetRandomSampler
 
 from learnerkit import arguments, distributed, parallel
-from learnerkit.callback import Callback
+from learnerkit.callback import Callback, running
 from learnerkit.callbacks.accumulation import GradientAccumulation
 from learnerkit.callbacks.debugging import ShortLoader
 from learnerkit.callbacks.training import StepBudget
@@ -232,7 +232,7 @@ class _Search:
 
     def _n_batches(self, size: int) -> int:
         "Return how many batches of this size make a step, for the wanted effective batch or the learner's own."
-        own = next((cb for cb in self.learn.cbs if isinstance(cb, GradientAccumulation) and cb.run), None)
+        own = next(iter(running(self.learn.cbs, GradientAccumulation)), None)
         wanted = self.bs if self.bs is not None or own is None else own.n_samples
         if wanted is not None:
             return -(-wanted // (size * self.ranks))

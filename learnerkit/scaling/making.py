@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from learnerkit import arguments, distributed, parallel
+from learnerkit.callback import running
 from learnerkit.callbacks.accumulation import GradientAccumulation
 from learnerkit.data.order import refuse_iterator
 from learnerkit.marks import collective
@@ -244,7 +245,7 @@ class Making:
         self, member: parallel.DistributedCallback, gradient_bytes: int
     ) -> Iterator[tuple[str, Callable, int]]:
         learn = self.learn
-        if not hasattr(learn, "gradient_accumulation"):
+        if not running(learn.cbs, GradientAccumulation):
             for n in (2, 4):
                 added = partial(learn.added_cbs, GradientAccumulation(n_batches=n))
                 yield f"GradientAccumulation(n_batches={n})", added, n

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from learnerkit import arguments, distributed, optim
-from learnerkit.callback import Callback
+from learnerkit.callback import Callback, running
 from learnerkit.callbacks.accumulation import GradientAccumulation
 from learnerkit.callbacks.batch_parts import can_be_cut, samples_between
 from learnerkit.callbacks.precision import MixedPrecision, predictions_in_float32
@@ -168,7 +168,7 @@ class GradientNoiseScale(Callback):
         learn = self.learn
         self._check()
         self._forget()
-        accumulates = any(isinstance(cb, GradientAccumulation) and cb.run and cb.n_batches != 1 for cb in learn.cbs)
+        accumulates = any(cb.n_batches != 1 for cb in running(learn.cbs, GradientAccumulation))
         self._cuts = not (learn.n_ranks > 1 or accumulates)
         self._period = self.every or (200 if self._cuts else 20)
         self._watch = _Watch(self)
@@ -185,7 +185,7 @@ class GradientNoiseScale(Callback):
                 f"GradientNoiseScale compares the gradients of one loss, and this learner has {several}: leave it out, "
                 "or train the whole model by one loss"
             )
-        if will_shard(learn) and any(isinstance(cb, SplitBatch) for cb in learn.cbs):
+        if will_shard(learn) and running(learn.cbs, SplitBatch):
             raise ValueError(
                 "GradientNoiseScale needs the whole gradient of a batch at once, and SplitBatch computes that of a "
                 "sharded model in several passes: leave one of them out"
@@ -351,8 +351,8 @@ class GradientNoiseScale(Callback):
 
     def _scale(self) -> float | Tensor:
         """Return the loss scale of mixed precision, or 1; it stays on the device."""
-        for cb in self.learn.cbs:
-            if isinstance(cb, MixedPrecision) and cb.scaler is not None:
+        for cb in running(self.learn.cbs, MixedPrecision):
+            if cb.scaler is not None:
                 return cb.scaler.scale(torch.ones((), device=self.learn.dls.device))
         return 1.0
 

@@ -8,6 +8,7 @@ from torch.optim import SGD, Optimizer, RMSprop
 from torch.utils.data import IterableDataset
 
 from learnerkit import arguments, distributed, optim
+from learnerkit.callback import running
 from learnerkit.callbacks.accumulation import GradientAccumulation
 from learnerkit.data.batches import loader_len
 from learnerkit.data.loaders import DataLoaders
@@ -47,7 +48,7 @@ def step_of(learn: "Learner", cbs: Any = None) -> Step:
     """Return the batch of an optimizer step of `learn`, fitted with these callbacks, too. Needs no communication."""
     cbs = [*learn.cbs, *listify(cbs)]
     ranks, split, has_parts = ranks_of(learn, cbs)
-    group = next((cb for cb in cbs if isinstance(cb, GradientAccumulation) and cb.run), None)
+    group = next(iter(running(cbs, GradientAccumulation)), None)
     batches, least = (1, None) if group is None else (group.n_batches or 1, group.n_samples)
     size, taken = batch_samples(learn.dls), 1 if split else ranks
     if size is None and least is None:

@@ -375,6 +375,8 @@ def test_callbacks_that_change_predictions_are_warned_of():
     assert not torch.equal(other.predict(x).pred, learn.predict(x).pred)
     assert torch.equal(other.add_cb(Double()).predict(x).pred, learn.predict(x).pred)
     make_learner(cbs=MixedPrecision("bf16")).export("b")  # which does not
+    learn.double.run = False
+    learn.export("c")  # of one that is switched off there is no warning
 
 
 def test_what_cannot_be_stored_is_an_error():
