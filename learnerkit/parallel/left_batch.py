@@ -147,7 +147,7 @@ class LeftBatch(Callback):
             step.point = STEP - 1
             all_skip = step.all_skip(STEP)
         if all_skip:
-            mine = torch.tensor([counts_something(step.count), clears], dtype=torch.int32)
+            mine = torch.tensor([clears or counts_something(step.count), clears], dtype=torch.int32)
             counts, one_clears = distributed.reduce(mine, "max", among="votes").tolist()
             # If all ranks have cancelled the last batch of an accumulated step, it is taken from the other batches.
             if counts or not float(step.mean.counted):  # a host-device sync

@@ -465,6 +465,18 @@ def test_a_step_that_all_ranks_cancel_is_as_on_one_process():
     assert_equals_alone(lambda: make_learner(Do("before_step", throw(CancelStepException()), everyone)), epochs=2)
 
 
+def count_nothing(cb):
+    if cb.training and cb.iter == 1:
+        cb.learn.yb = (torch.full_like(cb.yb[0], -100),)  # the loss ignores these targets
+
+
+@on_ranks
+def test_a_step_that_all_ranks_cancel_is_not_taken_when_its_last_batch_counts_nothing():
+    everyone, cancel = tuple(range(N)), throw(CancelStepException())
+    cbs = [GradientAccumulation(n_batches=2), Callback(before_batch=count_nothing)]
+    assert_equals_alone(lambda: make_learner([Do("before_step", cancel, everyone), *cbs]), 1, split_batches=True)
+
+
 @on_ranks
 def test_flags_that_are_read_late_change_no_number():
     learn = make_learner(Late())
@@ -647,11 +659,6 @@ def test_a_batch_that_all_ranks_with_data_cancel_trains_a_rank_without_data_alik
         error, took = fit(learn)
         assert error is None, error
         check_after(learn, took=took)
-
-
-def count_nothing(cb):
-    if cb.training and cb.iter == 1:
-        cb.learn.yb = (torch.full_like(cb.yb[0], -100),)  # the loss ignores these targets
 
 
 @on_ranks
