@@ -1,7 +1,7 @@
 """Augmentation of whole batches on the device; each callback has its own stream of random numbers."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -94,9 +94,17 @@ class BatchTransform(_Drawing):
         if not isinstance(result, tuple) or len(result) != 2:
             raise ValueError(f"{self.fn} returned {describe(result)}; BatchTransform(with_targets=True) needs (x, y)")
         before, (x, y) = learn.yb, result
-        learn.yb = (y,) if len(before) == 1 else tuple(y)
+        targets = (y,) if len(before) == 1 else y
+        if not isinstance(targets, tuple | list) or len(targets) != len(before):
+            raise ValueError(
+                f"{self.fn} returned {describe(y)} as y; BatchTransform(with_targets=True) needs a tuple of "
+                f"{len(before)}, as many targets as the batches have"
+            )
+        learn.yb = tuple(targets)
         # A model that makes its own loss has its targets among the inputs.
-        new = {id(old): each for old, each in zip(before, learn.yb, strict=True)}
+        new = {id(old): each for old, each in zip(before, targets, strict=True)}
+        if isinstance(x, Mapping):
+            x = {name: new.get(id(part), part) for name, part in x.items()}
         learn.xb = (x, *(new.get(id(other), other) for other in rest))
 
 

@@ -260,6 +260,12 @@ def test_a_model_that_makes_its_own_loss_gets_the_targets_that_go_with_its_input
     assert len(before) > 1
     assert all(len(xb) == 2 and xb[1] is yb[0] for xb, yb in before)
     assert all(targets is xb[1] for (_, targets), (xb, _) in zip(model.seen, before, strict=True))
+    model.seen, batch = [], {"x": torch.rand(4, 4), "targets": torch.zeros(4, 1)}
+    dls = DataLoaders([batch], target_keys=("targets",), device="cpu")
+    cbs = BatchTransform(lambda x, y: (x | {"x": -x["x"]}, y + 5), with_targets=True)
+    Learner(dls, model, cbs=cbs, loss_weight="samples").fit(1)
+    assert [(x.sign().unique().item(), targets.unique().item()) for x, targets in model.seen] == [(-1, 5)]
+    assert not batch["targets"].any()
 
 
 def test_targets_may_be_transformed_too():
@@ -272,6 +278,10 @@ def test_targets_may_be_transformed_too():
     for fn, said in ((lambda x, y: x, "needs (x, y)"), (lambda x, y: None, "needs (x, y)")):
         with raises(ValueError, said):
             make_learner(cbs=BatchTransform(fn, with_targets=True)).fit(1)
+    two = DataLoaders([(torch.rand(2, 4), torch.rand(2), torch.rand(2))], n_inp=1, device="cpu")
+    for fn in (lambda x, y: (x, y[0] + y[1]), lambda x, y: (x, (*y, y[0]))):
+        with raises(ValueError, "needs a tuple of 2, as many targets"):
+            make_learner(two, cbs=BatchTransform(fn, with_targets=True)).fit(1)
     with raises(TypeError, "got fn="):
         BatchTransform(v2.RandomHorizontalFlip)
 
