@@ -328,6 +328,8 @@ def labelled(decoded: Any, classes: Any) -> Any:
         return classes[int(decoded)] if decoded.numel() == 1 and len(classes) == 2 else decoded
     if decoded.ndim:
         return decoded
+    if int(decoded) < 0:
+        return int(decoded)  # A loss's own `decode` may say so that there is no class.
     if int(decoded) >= len(classes):
         raise ValueError(
             f"the model predicts class {int(decoded)}, and there are {len(classes)} names: give "

@@ -569,6 +569,8 @@ def test_predict_decodes_where_somebody_knows_how():
     learn.loss_func.decode = lambda pred: pred > pred.mean()
     label, decoded, pred = learn.predict(x)
     assert label == [name for name, score in zip("abc", pred, strict=True) if score > pred.mean()]
+    learn.loss_func.decode = lambda pred: torch.full((len(pred),), -1)  # no class
+    assert learn.predict(x)[:2] == (-1, -1)
     learn.loss_func = None
     assert learn.predict(x).label == "abc"[learn.predict(x).pred.argmax()]
     preds, _, decoded = learn.get_preds(dl=[x[None]], with_decoded=True)
