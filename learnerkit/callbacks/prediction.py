@@ -5,6 +5,7 @@ from functools import partial
 from inspect import signature
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import SubsetRandomSampler
@@ -229,6 +230,8 @@ def predicted(learn: "Learner", n: int, act: TensorFunction | None) -> list[Pred
 
 def _each(part: Any, n: int) -> Sequence:
     "Split a model's output for a batch of `n` samples into an output for a batch of one for each sample."
+    if isinstance(part, np.ndarray) and part.ndim:  # as a function of the user's may return
+        part = Rows(part) if part.dtype.kind in "OSU" else torch.from_numpy(part)
     if isinstance(part, Tensor) and part.ndim and len(part) == n:
         return part.split(1)
     part = with_rows(part, n, True)

@@ -571,6 +571,14 @@ def test_predict_decodes_where_somebody_knows_how():
     assert label == [name for name, score in zip("abc", pred, strict=True) if score > pred.mean()]
     learn.loss_func.decode = lambda pred: torch.full((len(pred),), -1)  # no class
     assert learn.predict(x)[:2] == (-1, -1)
+    learn.loss_func.decode = lambda pred: pred.argmax(1).numpy()
+    items = list(learn.dls.valid_ds.tensors[0][:3])
+    best = [learn.predict(item).pred.argmax() for item in items]
+    assert [(one.label, one.decoded) for one in learn.predict_many(items)] == [("abc"[i], i) for i in best]
+    learn.loss_func.decode = lambda pred: np.array(["abc"[i] for i in pred.argmax(1)])
+    assert [one.label for one in learn.predict_many(items)] == ["abc"[i] for i in best]
+    pred = learn.predict(x, act=lambda pred: pred.softmax(1).numpy()).pred
+    torch.testing.assert_close(pred, learn.predict(x, act=lambda pred: pred.softmax(1)).pred)
     learn.loss_func = None
     assert learn.predict(x).label == "abc"[learn.predict(x).pred.argmax()]
     preds, _, decoded = learn.get_preds(dl=[x[None]], with_decoded=True)
