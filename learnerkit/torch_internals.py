@@ -130,6 +130,11 @@ def is_backward_pass() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def is_profiling() -> bool:
+    """Tell whether a profiler of torch is recording."""
+    return torch.autograd._profiler_enabled()
+
+
 def remove_hooks(handles: Iterable[Any], tensors: Iterable[Tensor]) -> None:
     """Remove hooks from tensors, and the empty dictionaries that torch leaves on tensors without hooks."""
     for handle in handles:

@@ -33,6 +33,7 @@ NAMES = {
     "bounding many tensors": lambda: (torch._foreach_clamp_min_, torch._foreach_clamp_max_),
     "the norms of many tensors": lambda: (torch._foreach_norm, torch._foreach_add_, torch._foreach_reciprocal_),
     "the engine's callbacks": lambda: torch.autograd.Variable._execution_engine.queue_callback,
+    "whether a profiler records": lambda: torch.autograd._profiler_enabled,
     "DDP's reducer, rebuilding": lambda: (dist.Reducer._rebuild_buckets, dist.Reducer._push_all_rebuilt_params),
     "DDP's reducer, another pass": lambda: dist.Reducer.prepare_for_backward,
     "DDP's reducer, whether it has finished": lambda: dist.Reducer._check_reducer_finalized,

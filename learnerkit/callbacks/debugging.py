@@ -14,6 +14,7 @@ from learnerkit.data.batches import loader_len, to_device
 from learnerkit.data.cuts import Share
 from learnerkit.data.iterable import LoaderView
 from learnerkit.state import State
+from learnerkit.torch_internals import is_profiling
 from learnerkit.utils import warn
 from learnerkit.values import map_batch
 
@@ -185,7 +186,7 @@ class Profiler(Callback):
         path: the last file of this rank, or `None`.
 
     Raises:
-        TypeError, ValueError: arguments that cannot work.
+        TypeError, ValueError: arguments that cannot work; in `before_fit`, another profiler of torch in the same fit.
     """
 
     order = 1000  # a step ends after what all others do in it
@@ -205,6 +206,11 @@ class Profiler(Callback):
         self.path: Path | None = None
 
     def before_fit(self) -> None:
+        if is_profiling() or any(isinstance(cb, Profiler) and cb._profiler is not None for cb in self.learn.cbs):
+            raise ValueError(
+                f"{self!r} cannot record while another profiler of torch does, which would lose its trace: use one of "
+                "them, or a fit for each"
+            )
         first, last = self.steps
         # One step before the first is for the profiler's own start.
         when = schedule(wait=first - 1, warmup=1, active=last - first + 1, repeat=1)

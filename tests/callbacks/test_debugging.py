@@ -266,6 +266,12 @@ def test_a_trace_has_the_chosen_steps_and_an_error_leaves_what_was_recorded(tmp_
     with pytest.warns(match="no step was recorded: the fit has read fewer than 21 training batches"):
         learn.fit(1, cbs=Profiler(tmp_path, steps=(20, 30)))
     learn.validate(cbs=tracing)
+    with pytest.raises(ValueError, match="another profiler of torch"):
+        learn.fit(1, cbs=[Profiler(tmp_path, steps=(1, 1)), Profiler(tmp_path, steps=(2, 2))])
+    with torch.profiler.profile() as whole, pytest.raises(ValueError, match="another profiler of torch"):
+        learn.fit(1, cbs=Profiler(tmp_path, steps=(1, 1)))
+    assert len(whole.events()) > 0
+    learn.fit(1, cbs=Profiler(tmp_path, steps=(1, 1)))
 
 
 def test_the_steps_of_a_trace_are_checked():
