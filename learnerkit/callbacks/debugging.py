@@ -65,7 +65,7 @@ class RepeatingLoader(LoaderView):
                     facts = {name: getattr(self.loader, name, None) for name in ("share", "sample")}
                     self.kept.append(to_device((batch, facts), self.device))
                 yield self._repeat(step)
-        for step in range(step + 1, length or 0):
+        for step in range(step + 1, (length or 0) if self.kept else 0):
             yield self._repeat(step)
 
     def _repeat(self, step: int) -> Any:

@@ -201,6 +201,15 @@ def test_a_loader_without_length_is_read_to_know_its_end():
     assert len(seen.train) == 10
 
 
+def test_a_loader_that_gives_nothing_is_told_as_without_the_callback():
+    class Nothing(Stream):
+        def __len__(self):
+            return 8
+
+    with pytest.raises(ValueError, match="the training loader gave no batches in epoch 0"):
+        fit([OverfitBatch()], DataLoaders(DataLoader(Nothing(0), 4), device="cpu"))
+
+
 def test_batches_of_another_number_of_ranks_are_not_taken_in_silence():
     learn = make_learner(cbs=OverfitBatch())
     with pytest.warns(UserWarning, match="2 ranks have kept batches that 1 cannot divide"):
