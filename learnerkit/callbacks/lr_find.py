@@ -53,8 +53,10 @@ class LRFinder(StepBudget):
     ) -> None:
         arguments.check_count("num_it", num_it, "a number of steps to suggest a rate by", least=2 * _LAST)
         super().__init__(num_it)
-        if not 0 < start_lr < end_lr:
-            raise ValueError(f"got start_lr={start_lr} and end_lr={end_lr}; the rate must grow, from above 0")
+        if not 0 < start_lr < end_lr < math.inf:
+            raise ValueError(
+                f"got start_lr={start_lr} and end_lr={end_lr}; the rate must grow, from above 0 to a finite one"
+            )
         self.stop_div, self.suggest_funcs = stop_div, suggest_funcs
         names = [getattr(unwrap_partial(function), "__name__", type(function).__name__) for function in suggest_funcs]
         try:

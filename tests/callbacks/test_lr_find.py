@@ -178,7 +178,7 @@ def test_a_loss_that_is_no_number_ends_it():
 
 def test_ranges_and_numbers_that_cannot_work_are_refused():
     learn = learner()
-    for start, end in ((0, 1), (-1, 1), (1, 1), (2, 1)):
+    for start, end in ((0, 1), (-1, 1), (1, 1), (2, 1), (1e-7, math.inf)):
         with pytest.raises(ValueError, match="the rate must grow, from above 0"):
             learn.lr_find(start, end)
     for num_it in (9, 1.5, 50.0):
