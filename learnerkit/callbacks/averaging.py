@@ -508,20 +508,17 @@ class _Statistics(Callback):
     def __init__(self, norms: list) -> None:
         self.norms, self.found = norms, list[dict[str, Tensor]]()
         self._momenta: list[float | None] = []
+        self._hooks: list = []
 
     def before_validate(self) -> None:
         self._momenta = [norm.momentum for norm in self.norms]
+        self._hooks = [norm.register_forward_pre_hook(_cancel_single_values) for norm in self.norms]
         for norm in self.norms:
             norm.train()
             norm.reset_running_stats()
             norm.momentum = None  # BatchNorm then takes a plain mean over the batches.
             if isinstance(norm, nn.SyncBatchNorm):  # its `forward` would wait for ranks with fewer batches
                 vars(norm)["forward"] = partial(BatchNorm.forward, norm)
-
-    def before_batch(self) -> None:
-        # A single sample has no variance; a rank's part of a last batch may be one.
-        if self.learn.batch_size == 1 and getattr(self.learn.dl, "batch_size", None) != 1:
-            raise CancelBatchException
 
     @collective
     def after_validate(self) -> None:
@@ -542,6 +539,14 @@ class _Statistics(Callback):
         for norm, momentum in zip(self.norms, self._momenta, strict=True):
             norm.momentum = momentum
             vars(norm).pop("forward", None)
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _cancel_single_values(norm: nn.Module, args: tuple) -> None:
+    """Cancel a batch with one value for each channel, which has no variance: a single sample without positions."""
+    if args and args[0].numel() == args[0].shape[1]:
+        raise CancelBatchException
 
 
 def _tracking(model: nn.Module) -> Iterator:

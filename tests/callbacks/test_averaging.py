@@ -488,6 +488,17 @@ def test_statistics_may_come_from_another_loader():
     close(weights(learn.model), weights(model))
 
 
+def test_a_single_sample_counts_where_it_has_several_values_for_a_channel():
+    images = [(torch.rand(n, 3, 2, 2), torch.rand(n, 1)) for n in (1, 4, 1)]
+    model = nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(12, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    learn = make_learner(DataLoaders(images[1:2], device="cpu"), model, cbs=SWA(0, bn_dl=images))
+    learn.fit(1)
+    assert (model[0].num_batches_tracked, model[3].num_batches_tracked) == (3, 1)
+    means = [x.mean((0, 2, 3)) for x, _ in images]
+    torch.testing.assert_close(model[0].running_mean, sum(means) / 3)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
 def test_layers_in_eval_mode_keep_their_statistics():
     model = norm_model()
     model.train()
