@@ -350,7 +350,7 @@ def averaged(plain_reading: tuple, readings: list[tuple], beta: float | None, us
         beta, use_max: as in `Learner.tta`.
 
     Raises:
-        ValueError: predictions that are not tensors, or readings with other targets.
+        ValueError: predictions that are not tensors or have no mean, or readings with other targets.
     """
     (plain, targets), augmented = plain_reading, [preds for preds, _ in readings]
     if not all(same(targets, others) for _, others in readings):
@@ -360,6 +360,11 @@ def averaged(plain_reading: tuple, readings: list[tuple], beta: float | None, us
         )
     if not all(isinstance(p, Tensor) for p in (plain, *augmented)):
         raise ValueError(f"tta can average predictions that are tensors; the model's are {describe(plain)}")
+    if not (use_max or plain.is_floating_point() or plain.is_complex()):
+        raise ValueError(
+            f"tta can average scores, and act= returns {describe(plain)}: let it return scores or probabilities, and "
+            "decode their average"
+        )
     if use_max:
         return torch.stack([plain, *augmented]).amax(0)
     mean = torch.stack(augmented).mean(0)
