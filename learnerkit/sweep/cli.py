@@ -16,7 +16,7 @@ from learnerkit.launch.cli import Parser, choose_command
 from learnerkit.launch.gpus import choose_gpus, gpu_names
 from learnerkit.sweep.config import Config, ConfigError, changes, read_config
 from learnerkit.sweep.results import importances
-from learnerkit.sweep.screen import Screen, number
+from learnerkit.sweep.screen import Screen, number, parameter
 from learnerkit.sweep.study import FileLock, JournalError, Row, Study, best_of, open_study, read_plan
 from learnerkit.sweep.workers import Command, Workers, share_out
 from learnerkit.text import printable, signal_name
@@ -164,7 +164,7 @@ def search(folder: Path, config: Config, command: Command, gpus: list[str | None
     screen.say(screen.summary(rows))
     best = best_of(rows, config.maximize)
     if best is not None:
-        values = " ".join(f"{name}={number(value)}" for name, value in best.values.items())
+        values = " ".join(f"{name}={parameter(value)}" for name, value in best.values.items())
         screen.say(f"best: trial {best.number}, {config.metric} {number(best.value)}, {values}")
         screen.say(f"  {command.line(best.values)}")
         screen.say(f"  its files: {shown(folder / 'trials' / str(best.number))}")

@@ -88,7 +88,7 @@ class Screen:
         return f"{done}{of} trials: {', '.join(parts) or 'none yet'}, {took}"
 
     def _line(self, row: Row, again: bool) -> str:
-        values = [number(row.values.get(name)) for name in self.config.parameters]
+        values = [parameter(row.values[name]) if name in row.values else "" for name in self.config.parameters]
         mark = "*" if row is self._best else ""
         cells = [mark, str(row.number), *values, str(row.epoch or ""), number(row.value)]
         took = "" if row.seconds is None or again else format_time(row.seconds)
@@ -125,3 +125,8 @@ def number(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.5g}"
     return "" if value is None else escaped_line(str(value))
+
+
+def parameter(value: Any) -> str:
+    """Return the value of a parameter for a cell, or for a line; a config's null is one."""
+    return "None" if value is None else number(value)

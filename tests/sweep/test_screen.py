@@ -131,3 +131,14 @@ def test_numbers_are_short():
     assert [number(x) for x in (1e-5, 0.123456789, 64, None, True, "a\nb")] == [
         "1e-05", "0.12346", "64", "", "True", "a\\nb",
     ]  # fmt: skip
+
+
+def test_null_is_a_value_and_a_trial_without_values_has_none():
+    choices = {"lr": {"type": "categorical", "values": [None, 0.5]}}
+    screen = Screen(make_config({"metric": "loss", "parameters": choices}), stream=io.StringIO())
+    screen.update([Row(0, "complete", {"lr": None}, 0.5), Row(1, "failed", cause="was killed")])
+    assert [line.split()[-3:] for line in screen.stream.getvalue().splitlines()[1:]] == [
+        ["None", "0.5", "complete"],
+        ["failed:", "was", "killed"],
+    ]
+    assert "None" not in screen.stream.getvalue().splitlines()[2]
