@@ -63,7 +63,8 @@ class RepeatingLoader(LoaderView):
             for step, batch in enumerate(islice(self.loader, wanted), self.first):
                 if len(self.kept) < self.n:
                     facts = {name: getattr(self.loader, name, None) for name in ("share", "sample")}
-                    self.kept.append(to_device((batch, facts), self.device))
+                    # A loader may refill the tensors of a batch for the next one.
+                    self.kept.append(to_device((map_batch(torch.clone, batch), facts), self.device))
                 yield self._repeat(step)
         for step in range(step + 1, (length or 0) if self.kept else 0):
             yield self._repeat(step)

@@ -30,8 +30,11 @@ def _as_plain(t: Tensor) -> Tensor:
 
 
 def on_host(batch: Any) -> Any:
-    """Return a nested batch with its tensors detached and on the host; a host-device sync."""
-    return map_batch(lambda t: t.detach().cpu(), batch)
+    """Return a nested batch with detached copies of its tensors on the host; a host-device sync.
+
+    They are copies on the CPU too, as a loader may refill the tensors of a batch for the next one.
+    """
+    return map_batch(lambda t: t.detach().to("cpu", copy=True), batch)
 
 
 def in_float32(t: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from learnerkit import (
     load_learner,
     set_seed,
 )
+from learnerkit.callbacks.debugging import OverfitBatch
 from learnerkit.distributed import seeds
 
 
@@ -65,6 +66,27 @@ def test_a_loader_is_read_in_its_own_order():
     data = learn.dls.valid_ds
     dl = DataLoader(data, sampler=[5, 0, 3], batch_size=2)
     assert torch.equal(learn.get_preds(dl=dl)[1], data.tensors[1][[5, 0, 3]])
+
+
+class Refills:
+    """A loader that puts each batch into the tensors of the one before."""
+
+    def __iter__(self):
+        x, y = torch.empty(2, 4), torch.empty(2, 1)
+        for value in range(3):
+            yield x.copy_(value + torch.eye(2, 4)), y.fill_(value)
+
+
+def test_a_loader_may_refill_the_tensors_of_a_batch():
+    learn = make_learner(DataLoaders(Refills(), Refills(), device="cpu"), metrics=AccumMetric(lambda p, y: y.mean()))
+    inputs, preds, targets = learn.get_preds(dl=Refills(), with_input=True)
+    assert inputs[:, 2].tolist() == targets.flatten().tolist() == [0, 0, 1, 1, 2, 2]
+    torch.testing.assert_close(preds, learn.model(inputs))
+    assert learn.validate()[1] == 1
+    seen = []
+    note = Callback(before_batch=lambda cb: cb.training and seen.append(cb.x[0, 2].item()))
+    learn.fit(2, cbs=[OverfitBatch(2), note])
+    assert seen == [0, 1, 0] * 2
 
 
 def test_without_targets_targets_are_none():
