@@ -124,14 +124,16 @@ class _Averaging(Callback):
         self._users = max(0, self._users - 1)
         if not self._users:
             for t, value in self._kept or ():
-                t.copy_(value)
+                t.data.copy_(value)
             self._kept = None
 
     before_validate, cleanup_validate = _put, _put_back
 
     def _write(self) -> None:
         for t, average in self._copies:
-            t.copy_(average)
+            # By `data`, as autograd refuses a backward pass after a change in place. Where a callback validates before
+            # the backward pass, the weights are put back.
+            t.data.copy_(average)
 
     @torch.no_grad()
     def after_fit(self) -> None:

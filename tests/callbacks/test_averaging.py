@@ -431,6 +431,17 @@ def test_predictions_in_mid_fit_are_the_averages_too():
     close(found[-1], learn.get_preds())
 
 
+@pytest.mark.parametrize("average", [partial(EMA, 0.7), partial(SWA, 0)])
+@pytest.mark.parametrize("event", ["after_pred", "before_backward"])
+def test_the_average_may_be_validated_between_the_forward_and_the_backward_pass(average, event):
+    look = Callback(**{event: lambda cb: cb.training and cb.learn.validate()})
+    learners = [learner(average(), *cbs) for cbs in ([], [look])]
+    for learn in learners:
+        learn.fit(2)
+    assert same_weights(*(learn.model for learn in learners))
+    assert learners[0].recorder.values == learners[1].recorder.values
+
+
 @pytest.mark.parametrize("average", [EMA(0.7), SWA(0)])
 @pytest.mark.parametrize("event", ["before_validate", "after_pred", "after_validate", "after_step", "after_epoch"])
 def test_after_an_error_the_weights_are_back(average, event):
