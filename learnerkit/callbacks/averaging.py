@@ -125,6 +125,8 @@ class _Averaging(Callback):
         if not self._users:
             for t, value in self._kept or ():
                 t.data.copy_(value)
+            if self._kept is not None:
+                torch.clear_autocast_cache()
             self._kept = None
 
     before_validate, cleanup_validate = _put, _put_back
@@ -134,6 +136,7 @@ class _Averaging(Callback):
             # By `data`, as autograd refuses a backward pass after a change in place. Where a callback validates before
             # the backward pass, the weights are put back.
             t.data.copy_(average)
+        torch.clear_autocast_cache()  # Within a batch it has the weights of before, in low precision.
 
     @torch.no_grad()
     def after_fit(self) -> None:

@@ -442,6 +442,23 @@ def test_the_average_may_be_validated_between_the_forward_and_the_backward_pass(
     assert learners[0].recorder.values == learners[1].recorder.values
 
 
+def test_within_a_batch_the_casts_of_autocast_are_those_of_the_weights_in_the_model():
+    found, losses = {}, []
+    for event in ("before_batch", "after_pred", "before_backward"):
+        set_seed(0)
+        values = found[event] = []
+
+        def look(cb, values=values):
+            if cb.training and cb.iter == 2:
+                values.append(cb.learn.validate()[0])
+
+        learn = make_learner(make_dls(20, bs=4), cbs=[EMA(0.9, warmup=False), Callback(order=50, **{event: look})])
+        learn.to_bf16().fit(1, 0.1)
+        losses.append(learn.recorder.values[0][0])
+    assert found["after_pred"] == found["before_backward"]
+    assert losses[0] == losses[1] == losses[2]
+
+
 @pytest.mark.parametrize("average", [EMA(0.7), SWA(0)])
 @pytest.mark.parametrize("event", ["before_validate", "after_pred", "after_validate", "after_step", "after_epoch"])
 def test_after_an_error_the_weights_are_back(average, event):
