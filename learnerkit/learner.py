@@ -853,7 +853,7 @@ class Learner(RunState):
             dl: a loader to use instead.
             cbs: callbacks for this run alone.
         """
-        meter = Validation()
+        meter = Validation(inside=self._dispatch is not None)
         self._evaluate("validate", self.dls[ds_idx] if dl is None else dl, [meter, *listify(cbs)])
         return meter.values
 
@@ -1064,7 +1064,9 @@ class Learner(RunState):
     @collective
     def _evaluate(self, task: str, dl: Iterable, cbs: Callbacks) -> None:
         """Run without training; inside another run without the events of its outer levels."""
-        with self._running(task, cbs) as nested:
+        # What another evaluation that goes on collects is not of this one.
+        others = [cb for cb in self.cbs if getattr(cb, "of_one_evaluation", False)]
+        with self.removed_cbs(others) if others else nullcontext(), self._running(task, cbs) as nested:
             check_loader(dl, "given")
             arguments.check_not_empty(dl, "the loader")
             read = functools.partial(self._read, dl, training=False)

@@ -509,6 +509,7 @@ class _Statistics(Callback):
     """
 
     order = _Averaging.order + 1
+    of_one_evaluation = True
 
     def __init__(self, norms: list) -> None:
         self.norms, self.found = norms, list[dict[str, Tensor]]()

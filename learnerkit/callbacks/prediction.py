@@ -57,6 +57,7 @@ class GatherPredictions(Callback):
     order = 50
     run_train = False
     name = "gather_preds"  # fastai's name: other loggers and trackers look for it, and do nothing in `get_preds`
+    of_one_evaluation = True
 
     def __init__(
         self, with_input: bool, with_loss: bool, with_decoded: bool, act: TensorFunction | None, on: str
@@ -201,6 +202,7 @@ class KeepPredictions(Callback):
     order = GatherPredictions.order
     run_train = False
     name = GatherPredictions.name
+    of_one_evaluation = True
 
     def __init__(self, n: int, act: TensorFunction | None) -> None:
         self.n, self.act = n, act

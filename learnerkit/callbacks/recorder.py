@@ -227,19 +227,22 @@ def _meters(metrics: Any, learn: "Learner") -> list[Meter]:
 
 
 class Validation(Callback):
-    """Computes the loss and the metrics of one validation, in `values`, for `Learner.validate`."""
+    """Computes the loss and the metrics of one validation, in `values`, for `Learner.validate`.
+
+    Args:
+        inside: a fit or another evaluation goes on, which may use the metrics themselves: this one copies them.
+    """
 
     order = 50
     run_train = False
+    of_one_evaluation = True
 
-    def __init__(self) -> None:
-        self.values: list[float] = []
+    def __init__(self, inside: bool) -> None:
+        self.inside, self.values = inside, list[float]()
 
     def before_validate(self) -> None:
         learn = self.learn
-        others = [cb for cb in learn.cbs if isinstance(cb, Validation) and cb is not self]
-        # A fit or another validation that is going on may use the metrics themselves, so these are copies.
-        metrics = copy.deepcopy(learn.metrics) if learn._in_fit or others else learn.metrics
+        metrics = copy.deepcopy(learn.metrics) if self.inside else learn.metrics
         self._evaluation = Evaluation(_meters(metrics, learn), learn)
 
     def after_batch(self) -> None:

@@ -22,6 +22,7 @@ from learnerkit import (
     MCDropout,
     SplitBatch,
     load_learner,
+    perplexity,
     set_seed,
 )
 from learnerkit.callbacks.debugging import OverfitBatch
@@ -851,6 +852,28 @@ def test_an_exported_program_has_them_too(tmp_path):
     assert learn.predict(x[0]).label == again.predict(x[0]).label
     probs = again.get_preds(dl=again.dls.test_dl(list(x)), probs=True)[0]
     torch.testing.assert_close(probs, learn.get_preds(probs=True)[0])
+
+
+@pytest.mark.parametrize("event", ["before_batch", "after_pred", "after_batch", "after_validate"])
+@pytest.mark.parametrize("inner", ["validate", "get_preds", "predict"])
+def test_an_evaluation_inside_another_leaves_what_that_collects(inner, event):
+    learn = classifier(metrics=[AccumMetric(lambda p, y: p.var(), name="var"), perplexity()])
+    expected = [learn.get_preds()[0], learn.validate()]
+
+    def look(cb):
+        if not busy and (event == "after_validate" or cb.iter == 1):
+            busy.append(True)
+            args = (torch.ones(4),) if inner == "predict" else (0,)
+            getattr(cb.learn, inner)(*args)
+
+    found = []
+    for read in (lambda cbs: learn.get_preds(cbs=cbs)[0], lambda cbs: learn.validate(cbs=cbs)):
+        busy = []
+        found.append(read(Callback(**{event: look})))
+        assert busy
+    assert torch.equal(expected[0], found[0])
+    assert expected[1] == found[1]
+    assert not hasattr(learn, "gather_preds")
 
 
 # Dropout in evaluation
