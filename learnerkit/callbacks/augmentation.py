@@ -26,6 +26,7 @@ class _Drawing(Callback):
 
     def __init__(self) -> None:
         self._seeds: dict[bool, int] = {}  # by whether the learner trains
+        self._outer: list[int] = []  # those of the evaluations that others have interrupted
 
     def before_train(self) -> None:
         learn = self.learn
@@ -34,8 +35,12 @@ class _Drawing(Callback):
         self._seeds[True] = seeds.mixed_seed(seed, learn.n_fits, learn.epoch)
 
     def before_validate(self) -> None:
+        self._outer.append(self._seeds.get(False, 0))
         if self.run_valid:
             self._seeds[False] = draw_seed()  # A fit restores the generator afterwards.
+
+    def cleanup_validate(self) -> None:
+        self._seeds[False] = self._outer.pop()
 
     def _seed(self, *more: Any) -> int:
         "Return the seed of this batch on this rank."

@@ -242,6 +242,24 @@ def test_it_acts_where_it_is_told_to():
     assert len(set(after)) == 1
 
 
+@pytest.mark.parametrize("event", ["before_batch", "after_batch"])
+def test_an_evaluation_inside_a_validation_does_not_change_its_draws(event):
+    values, busy = [], []
+
+    def look(cb):
+        if not cb.training and cb.iter == 1 and not busy:
+            busy.append(True)
+            cb.learn.get_preds()
+            busy.clear()
+
+    for cbs in ([], [Callback(**{event: look})]):
+        set_seed(1)
+        learn = make_learner(make_dls(12, 12, 4), cbs=[BatchTransform(noise, valid=True), *cbs])
+        learn.fit(2)
+        values.append(learn.recorder.values)
+    assert values[0] == values[1]
+
+
 class NotesTargets(nn.Module):
     def __init__(self):
         super().__init__()
