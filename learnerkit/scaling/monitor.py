@@ -100,8 +100,11 @@ class ScalingMonitor(Callback):
             sums = distributed.reduce(sums, among="votes")
         self._busy += sums[:-3]
         samples, total, waited = sums[-3:].tolist()
-        self.learn.log_metric("samples_per_second", samples / (total / len(self._busy)))
-        self.learn.log_metric("waiting", waited / total)
+        if hasattr(self.learn, "recorder"):
+            # The seconds are the weight, so that the row has the samples of the epoch by its seconds.
+            log = self.learn.recorder.log_metric
+            log("samples_per_second", samples / (total / len(self._busy)), total)
+            log("waiting", waited / total, total)
         self._clear()
 
     def _clear(self) -> None:

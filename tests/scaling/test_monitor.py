@@ -29,6 +29,13 @@ def test_the_columns_on_one_process_name_it_the_slowest(every):
     assert row["slowest_rank"] == 0
 
 
+def test_the_columns_are_of_all_steps_of_an_epoch():
+    """Of the last ones, too, after which no exchange is due."""
+    learn = job(n=8 * 5)
+    learn.add_cb(Callback(after_batch=lambda cb: time.sleep(0.1 * (cb.iter > 2))))
+    assert rows_of(learn, every=3)["samples_per_second"] < 8 * 5 / 0.2
+
+
 def test_it_is_refused_without_a_number_of_steps():
     with raises(ValueError, "every=0"):
         ScalingMonitor(every=0)
