@@ -423,7 +423,7 @@ def judge_gradients(named: Named, scaled: bool, own_loop: bool, made: Collection
     """
     trained = [(name, p) for name, p in named if p.requires_grad]
     grads = {name: p.grad for name, p in trained if p.grad is not None}
-    all_zero = [name for name, g in grads.items() if not bool(_values(g).any())]
+    all_zero = [name for name, g in grads.items() if g.numel() and not bool(_values(g).any())]
     dropped = [name for name, _ in trained if name in made and (name in all_zero or name not in grads)]
     none = [name for name, _ in trained if name not in made and name not in grads]
     zero = [name for name in all_zero if name not in made]
@@ -476,11 +476,11 @@ def _should_move(named: Named, opts: list, before: Mapping[Tensor, float]) -> It
     """
     rates = _rates(opts)
     for name, p in named:
-        if p.grad is None or p not in rates or not p.numel() or not _is_finite(p.grad):
+        if p.grad is None or p not in rates or not (grad := _values(p.grad)).numel() or not _is_finite(p.grad):
             continue
         if not rates[p] and before.get(p):
             continue
-        step = float(_values(p.grad).abs().max()) * (rates[p] or 1.0)
+        step = float(grad.abs().max()) * (rates[p] or 1.0)
         if step > 2 * torch.finfo(p.dtype).eps * float(_values(p).abs().max()):
             yield name, p
 

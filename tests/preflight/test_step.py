@@ -108,6 +108,10 @@ HEALTHY = {
         model=nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)), dls=make_dls(64, 4, 32)
     ),
     "only_fit": lambda: make_learner(cbs=[ShortEpochCallback(n=1), OverfitBatch()]),
+    "sparse gradients without entries": lambda: make_learner(
+        make_dls(data=mapped(change_x=lambda x: x.long() * 0, of=make_data)),
+        nn.Sequential(nn.Embedding(3, 2, padding_idx=0, sparse=True), nn.Flatten(), nn.Linear(8, 1)),
+    ),
 }  # fmt: skip
 
 
@@ -415,6 +419,14 @@ def test_what_may_be_meant_is_a_hint(kind, capsys):
     mark, text = found[topic]
     assert mark == "??", found
     assert words in text
+
+
+@pytest.mark.usefixtures("without_memory")
+def test_a_parameter_without_elements_is_well(capsys):
+    model = make_model()
+    model[3].none = nn.Parameter(torch.zeros(0, 2))
+    model[3].register_forward_hook(lambda m, args, out: out + m.none.sum())
+    assert checked(capsys, make_learner(model=model), True)[0]["gradients"][0] == "ok"
 
 
 @pytest.mark.usefixtures("without_memory")
