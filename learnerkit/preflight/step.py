@@ -547,6 +547,10 @@ def _looks_like_pixels(t: Tensor) -> bool:
     return bool(t.min() >= 0) and 128 < float(t.max()) <= 255
 
 
+_UNORDERED = (torch.uint16, torch.uint32, torch.uint64)
+"""The types of which torch does not compute a minimum."""
+
+
 @not_collective("what it is asked about is no shard")
 def _about(t: Tensor) -> str:
     """Return a tensor's type, shape, device and range."""
@@ -555,6 +559,8 @@ def _about(t: Tensor) -> str:
     seen = _values(t)
     if seen.is_floating_point():
         seen = seen[seen.isfinite()]
+    elif seen.dtype in _UNORDERED:
+        seen = seen.float()
     if not seen.numel() or seen.is_complex():
         return text
     low, high = (x.item() for x in seen.aminmax())

@@ -647,6 +647,14 @@ class Graph(nn.Module):
         return torch.sparse.mm(adjacent, self.body(x))
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint16, torch.uint32, torch.uint64])
+def test_inputs_of_any_type_that_the_model_takes_are_well(dtype, capsys):
+    model = nn.Sequential(Scale(), make_model())
+    dls = make_dls(data=mapped(change_x=lambda x: (x > 0).to(dtype), of=make_data))
+    found, _ = checked(capsys, make_learner(dls, model), True)
+    assert found["inputs"] == ("ok", f"{str(dtype)[6:]} (4, 4) on cpu, values 0 .. 1")
+
+
 @pytest.mark.parametrize("layout", ["sparse_coo", "sparse_csr"])
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 def test_sparse_inputs_are_well(layout, capsys):
