@@ -1,14 +1,14 @@
 """The memory that a batch keeps for its backward pass, and what recomputing activations saves and costs."""
 
 import time
-from typing import Any
 
 import torch
 
 from learnerkit.callback import running
 from learnerkit.callbacks.recomputing import ActivationCheckpointing
+from learnerkit.data.batches import rows_of
 from learnerkit.inspection.summary import bytes_beside, counting_kept
-from learnerkit.inspection.undoing import predict, trial
+from learnerkit.inspection.undoing import trial
 from learnerkit.marks import collective
 from learnerkit.parallel import will_shard
 from learnerkit.preflight.prediction import Seen
@@ -38,10 +38,10 @@ def judge_activations(learn: "Learner", seen: Seen | None) -> list[Finding]:
     if cb is None or seen is None:
         return []
     with cb.recomputed(learn.model):
-        kept, seconds = _measured(learn, seen.batch)
+        kept, seconds = _measured(learn, seen)
     text = f"{in_units(kept)} are kept for the backward pass"
     try:
-        whole, least = _measured(learn, seen.batch)
+        whole, least = _measured(learn, seen)
     except torch.OutOfMemoryError:
         return [Finding(OK, f"{text}; all of them are more than the device holds")]
     longer = max(0.0, seconds / least - 1)
@@ -58,7 +58,7 @@ def _kept(learn: "Learner", seen: Seen | None) -> int:
         shards.begin_votes()
     if seen is not None:
         with trial(learn, model.train()), counting_kept(learn) as kept:
-            predict(learn, seen.batch)
+            _forward(learn, seen)
             size = bytes_beside(model, kept)  # Gathered parameters are the model's own.
     if shards is not None:
         shards.help()
@@ -66,7 +66,7 @@ def _kept(learn: "Learner", seen: Seen | None) -> int:
     return size
 
 
-def _measured(learn: "Learner", batch: Any) -> tuple[int, float]:
+def _measured(learn: "Learner", seen: Seen) -> tuple[int, float]:
     """Return the bytes that a batch keeps, and the seconds of its forward and backward pass."""
     from learnerkit.scaling.parts import waiter  # Most fits do not need it.
 
@@ -78,8 +78,15 @@ def _measured(learn: "Learner", batch: Any) -> tuple[int, float]:
             with counting_kept(learn) as kept:
                 wait()
                 start = time.perf_counter()
-                predict(learn, batch)
+                _forward(learn, seen)
                 torch.stack([t.float().sum() for t in tensors_in(learn.output) if t.requires_grad]).sum().backward()
                 wait()
                 seconds.append(time.perf_counter() - start)
     return bytes_beside(model, kept), min(seconds)
+
+
+def _forward(learn: "Learner", seen: Seen) -> None:
+    """Run the model on a batch as it was when callbacks had changed it."""
+    learn.batch, learn.xb, learn.yb = seen
+    learn.batch_size = rows_of(learn.xb)
+    learn._forward()

@@ -417,6 +417,16 @@ def test_the_check_says_what_it_saves_and_takes(capsys):
     assert "activations" not in read_report(capsys.readouterr().out)[0]
 
 
+def test_the_check_measures_the_batch_that_the_model_gets(capsys):
+    def convert(cb):
+        cb.learn.xb = (cb.xb[0].float(),)
+
+    learn = wide_learner(ActivationCheckpointing(), Callback(before_batch=convert))
+    learn.dls.loaders[:] = [[(x.double(), y) for x, y in dl] for dl in learn.dls.loaders]
+    assert learn.check()
+    assert "24.2 KB are kept" in capsys.readouterr().out
+
+
 def test_the_check_says_where_all_activations_are_too_many(capsys, monkeypatch):
     model = wide()
 
