@@ -116,7 +116,7 @@ def _explained(learn: "Learner") -> str:
 
 
 def _names(learn: "Learner") -> set[str]:
-    return {cb.name for cb in learn.cbs}
+    return {cb.name for cb in learn.cbs if cb.run}
 
 
 def _less(learn: "Learner") -> list[str]:
@@ -172,7 +172,7 @@ def _ways(learn: "Learner", seen: Seen, prediction: Prediction, room: float, wai
         "learn.to_bf16()": [half],
         "ActivationCheckpointing() and learn.to_bf16()": [again, half],  # if neither is enough
     }
-    has = {type(cb) for cb in learn.cbs}
+    has = {type(cb) for cb in learn.cbs if cb.run}
     for name, cbs in tries.items():
         if not has & set(map(type, cbs)) and (len(cbs) == 1 or not ways):
             with_these = predicted(*cbs)

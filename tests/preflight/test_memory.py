@@ -9,7 +9,15 @@ import torch
 from helpers import make_learner, raises, read_report
 from torch import nn
 
-from learnerkit import ActivationCheckpointing, Callback, DataLoaders, GradientAccumulation, Learner, SplitBatch
+from learnerkit import (
+    ActivationCheckpointing,
+    Callback,
+    DataLoaders,
+    GradientAccumulation,
+    Learner,
+    MixedPrecision,
+    SplitBatch,
+)
 from learnerkit.preflight import memory
 from learnerkit.preflight.memory import bytes_of
 from learnerkit.preflight.prediction import predict_memory
@@ -84,6 +92,16 @@ def test_a_batch_that_split_batch_will_take_in_parts(capsys):
     mark, text = said(capsys, learner(cbs=SplitBatch()), True, "3MB")
     assert mark == "ok"
     assert re.search(r"in 3MB \(8 % assumed for fragmentation\) SplitBatch takes them in \d+ parts", text)
+
+
+def test_what_is_switched_off_does_not_count_and_is_advised(capsys):
+    learn = learner(cbs=[SplitBatch(), MixedPrecision("bf16")])
+    for cb in (learn.split_batch, learn.mixed_precision):
+        cb.run = False
+    mark, text = said(capsys, learn, False, "4MB")
+    assert mark == "!!"
+    assert "SplitBatch(" in text
+    assert "learn.to_bf16()" in text
 
 
 def test_a_model_that_nothing_makes_fit_is_told(capsys):
