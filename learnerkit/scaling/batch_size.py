@@ -324,7 +324,8 @@ class _Source:
         """Return a copy of the loader with `n` batches of the largest samples; they repeat where fewer are known."""
         rows = list(islice(cycle(self.order), size))
         one_process = {"num_workers": 0, "timeout": 0, "persistent_workers": False}
-        return with_batches(self.dl, batch_sampler=[rows] * n, batch_size=size, **one_process)
+        whole: Any = {"batch_sampler": [rows] * n, "batch_size": size, "drop_last": True}
+        return with_batches(self.dl, **whole, **one_process)
 
 
 def _why_fixed(dl: Any) -> str:

@@ -126,6 +126,12 @@ def test_it_never_has_more_samples_than_the_training_set_or_than_are_wanted(memo
     assert (found.batch_size, found.effective, found.n_batches) == (20, 20, 1)
 
 
+def test_a_size_that_leaves_one_sample_over_is_tried_with_batch_norm(memory):
+    norms = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+    found = make_learner(DataLoaders(DataLoader(make_data(13), 5), device="cpu"), norms).find_batch_size(bs=12)
+    assert list(found.tried) == [5, 10, 12]
+
+
 def test_the_accumulation_and_the_rate_are_those_of_the_effective_batch(memory, capsys):
     learn = wide(train=24, valid=None, lr=0.1)
     found = learn.find_batch_size(bs=1000)
