@@ -297,7 +297,10 @@ class _Source:
         batches: Any = dl.batch_sampler
         sampler = getattr(batches, "sampler", None)
         rows: Sequence[int] = range(loader_len(dl.dataset) or 0)
-        rows = sampler.indices if isinstance(sampler, SubsetRandomSampler) else rows
+        if isinstance(sampler, SubsetRandomSampler):
+            rows = sampler.indices
+        elif isinstance(sampler, Sequence):
+            rows = sampler
         self.dl, self.n = dl, min(len(rows), loader_len(sampler) or len(rows))
         self.longest: int | None = None
         lengths = _lengths(dl.dataset)

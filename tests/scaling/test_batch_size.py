@@ -222,10 +222,11 @@ def test_all_batches_have_the_largest_samples(memory, tell):
     assert seen[0] == (True, (1, max(lengths[i] for i in (5, 9, 11))))
 
 
+@pytest.mark.parametrize("kind", [SubsetRandomSampler, list, tuple])
 @pytest.mark.parametrize("tell", [False, True])
-def test_a_sampler_of_a_part_leaves_the_others_out(memory, tell):
+def test_a_sampler_of_a_part_leaves_the_others_out(memory, tell, kind):
     train = Ragged([9] * 40 + [50] * 60, tell)
-    learn = ragged(train, seen=(seen := []), sampler=SubsetRandomSampler([*range(20), 30]))
+    learn = ragged(train, seen=(seen := []), sampler=kind([*range(20), 30]))
     found = learn.find_batch_size()
     assert {shape[1] for _, shape in seen} == {9}
     assert set(train.read) <= {*range(20), 30}
