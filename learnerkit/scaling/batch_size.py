@@ -356,8 +356,10 @@ def _size(part: Any) -> int:
     """Count the numbers, or characters, in a sample."""
     if isinstance(part, str | bytes):
         return len(part)
-    inside = entries(part)
-    return sum(_size(value) for _, value in inside) if inside else prod(getattr(part, "shape", ()))
+    if inside := entries(part):
+        return sum(_size(value) for _, value in inside)
+    shape = getattr(part, "shape", getattr(part, "size", ()))  # PIL's images have a size alone.
+    return prod(shape) if isinstance(shape, tuple) else 1
 
 
 def _held(learn: "Learner") -> list[Tensor]:

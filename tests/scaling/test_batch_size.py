@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 from helpers import assert_same_state, make_data, make_learner, make_model, mostly_slow, raises, state_of
+from PIL import Image
 from scaling_jobs import Counts
 from torch import nn
 from torch.optim import SGD, AdamW
@@ -220,6 +221,19 @@ def test_all_batches_have_the_largest_samples(memory, tell):
     assert set(train.read[: 8 if tell else 58][0 if tell else 50 :]) == four
     ragged(Subset(Ragged(lengths, tell), [5, 9, 11]), seen=(seen := []), bs=1).find_batch_size()
     assert seen[0] == (True, (1, max(lengths[i] for i in (5, 9, 11))))
+
+
+def test_the_largest_of_images_are_found(memory):
+    sizes = []
+
+    def collate(images):
+        sizes.append([image.size for image in images])
+        return torch.ones(len(images), 1), torch.ones(len(images), 1)
+
+    images = [Image.new("L", (4 + i % 3, 4)) for i in range(9)]
+    learn = make_learner(DataLoaders(DataLoader(images, 2, collate_fn=collate), device="cpu"), make_model(1))
+    assert learn.find_batch_size(bs=2).samples == "the largest of all 9 samples"
+    assert sizes == [[(6, 4)] * 2] * 2
 
 
 @pytest.mark.parametrize("kind", [SubsetRandomSampler, list, tuple])
