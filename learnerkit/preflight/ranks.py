@@ -228,8 +228,10 @@ def _first_batches(dl: Any, n: int) -> Any:
         dl = in_order(dl, "1")
     if not _has_indices(dl):
         return dl
-    *whole, last = islice(dl.batch_sampler, n)
-    return with_batches(dl, batch_sampler=[*whole, last[: max(1, len(last) - 1)]])
+    batches = list(islice(dl.batch_sampler, n))
+    if batches:  # else the fit says why there are none
+        batches[-1] = batches[-1][: max(1, len(batches[-1]) - 1)]
+    return with_batches(dl, batch_sampler=batches)
 
 
 def _has_indices(dl: Any) -> bool:

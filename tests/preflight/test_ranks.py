@@ -466,6 +466,9 @@ def test_an_error_of_the_learner_itself_is_the_single_process(capsys):
 
     out = verdict(capsys, make(loss_func=loss_func))[2]
     assert "no such loss" in out
+    empty = make()
+    empty.dls.loaders[1] = DataLoader(make_classes(0), 4)
+    assert "the validation loader is empty: its dataset has 0 samples" in verdict(capsys, empty)[2]
 
 
 @pytest.mark.soak
