@@ -192,10 +192,7 @@ def cost_on_ranks(learn: "Learner", step: Pace, compute: float, alone: Pace | No
     single = compute
     if alone is not None and abs(alone.samples - batch) <= 0.1 * batch:  # Ranks may share one batch.
         single = alone.seconds
-    member = member_of(learn.cbs)
-    size = sum(p.nbytes for p in unwrap(learn.model).parameters() if p.requires_grad)
-    if member is not None and member.comm_hook in ("bf16", "fp16"):
-        size //= 2
+    size = sent_bytes(learn)
     timed = min(size, LARGEST)
     message, gradients = (all_reduce_seconds(learn.dls.device, n_bytes) for n_bytes in (1 << 10, timed))
     gradients = message + max(0.0, gradients - message) * size / max(1, timed)
@@ -203,6 +200,14 @@ def cost_on_ranks(learn: "Learner", step: Pace, compute: float, alone: Pace | No
     if learn.dls.device.type == "cpu":
         at_once = distributed.broadcast(max(1.0, usable_cores() / torch.get_num_threads()))
     return StepCost(n, batch, single, compute, step.seconds, message, gradients, at_once)
+
+
+def sent_bytes(learn: "Learner") -> int:
+    """Return the bytes of the gradients on their way; of those that comm_hook='powersgd' compresses, before it does."""
+    member = member_of(learn.cbs)
+    half = member is not None and member.comm_hook in ("bf16", "fp16")
+    params = (p for p in unwrap(learn.model).parameters() if p.requires_grad)
+    return sum(p.numel() * (2 if half else p.itemsize) for p in params)
 
 
 @collective

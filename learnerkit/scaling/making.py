@@ -18,7 +18,7 @@ from learnerkit.data.order import refuse_iterator
 from learnerkit.marks import collective
 from learnerkit.parallel.distributed import member_of
 from learnerkit.processes.machine import usable_cores
-from learnerkit.scaling.forecast import cost_in_forks, cost_on_ranks
+from learnerkit.scaling.forecast import cost_in_forks, cost_on_ranks, sent_bytes
 from learnerkit.scaling.noise import GradientNoiseScale
 from learnerkit.scaling.parts import Stopwatch, mean_parts, slowest, waiting
 from learnerkit.scaling.report import GAIN, ScalingReport
@@ -97,7 +97,6 @@ class Making:
         means = [mean_parts(each) for each in steps]
         names = dict.fromkeys(name for each in means for name in each)
         waits, communication = waiting(steps)
-        params = [p for p in unwrap(learn.model).parameters() if p.requires_grad]
         left_out = [repr(cb) for cb in learn.cbs if cb.only_fit]
         notes = [f"not timed, as they run in a fit only: {first_few(dict.fromkeys(left_out))}"] if left_out else []
         if self._synchronizes_batch_norm():
@@ -108,7 +107,7 @@ class Making:
             ranks=self.ranks, device=str(learn.dls.device.type), seconds=base.seconds, samples=base.samples,
             parts={name: [each.get(name, 0.0) for each in means] for name in names},
             walls=walls, slowest=slow, waits=waits,
-            communication=communication, gradient_bytes=sum(p.numel() * p.itemsize for p in params), notes=notes,
+            communication=communication, gradient_bytes=sent_bytes(learn), notes=notes,
         )  # fmt: skip
 
     def _synchronizes_batch_norm(self) -> bool:
@@ -237,14 +236,13 @@ class Making:
             if member.reshard_after_forward and self.learn.shards is None:
                 yield "reshard_after_forward=False", partial(replaced, member, reshard_after_forward=False), 1
         elif member is not None and saves.get("network", 0.0) > GAIN:
-            yield from self._network_advice(member, report.gradient_bytes)
+            yield from self._network_advice(member)
         if (dl := with_larger_batches(dls.train)) is not None:
             yield f"batches of {dl.batch_size}", training_on(dl), 1
 
-    def _network_advice(
-        self, member: parallel.DistributedCallback, gradient_bytes: int
-    ) -> Iterator[tuple[str, Callable, int]]:
+    def _network_advice(self, member: parallel.DistributedCallback) -> Iterator[tuple[str, Callable, int]]:
         learn = self.learn
+        gradient_bytes = sum(p.nbytes for p in unwrap(learn.model).parameters() if p.requires_grad)
         if not running(learn.cbs, GradientAccumulation):
             for n in (2, 4):
                 added = partial(learn.added_cbs, GradientAccumulation(n_batches=n))

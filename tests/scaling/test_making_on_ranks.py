@@ -86,6 +86,14 @@ def test_slow_links_are_no_slow_rank_and_what_helps_is_found():
     assert distributed.same_everywhere(report.to_json())
 
 
+@pytest.mark.filterwarnings("ignore:comm_hook='bf16' rounds the gradients")
+def test_what_is_sent_is_what_the_hook_leaves():
+    learn = make_learner()
+    whole = sum(p.nbytes for p in learn.model.parameters())
+    assert parts_of(learn, 2).gradient_bytes == whole
+    assert parts_of(learn, 2, comm_hook="bf16").gradient_bytes == whole / 2
+
+
 @pytest.mark.soak
 def test_everything_is_as_it_was_on_each_rank():
     learn = make_learner()
