@@ -77,6 +77,8 @@ class LeftBatch(Callback):
     def finish_batch(self) -> None:
         """Join, with weight 0, the collectives of this batch in which this rank has not taken part."""
         learn, step = self.learn, self.step
+        if learn._gradient is None:  # The ranks train by themselves, as in the other hooks below.
+            return
         self.finish_backward()
         if learn.step_due:
             self.step_unless_all_skip(clears=False)
@@ -138,7 +140,7 @@ class LeftBatch(Callback):
             clears: the loop clears this rank's gradients afterwards. Then all ranks do so, if all skip.
         """
         step, dispatch = self.step, self.step.dispatch
-        if step.stepped is not None:
+        if step.stepped is not None or self.learn._gradient is None:
             return
         # A rank that has skipped these hooks by a CancelBackwardException takes the step all the same.
         all_skip = self.finish_after_backward() and step.all_skip(step.point + 1)
@@ -160,6 +162,8 @@ class LeftBatch(Callback):
     @collective
     def after_cancel_backward(self) -> None:
         step = self.step
+        if self.learn._gradient is None:
+            return
         if not (step.kept or step.mean.begun) and any(p.grad is not None for p in step.params.values()):
             raise RuntimeError(
                 "a callback made a backward pass of its own and raised CancelBackwardException: on several processes a "

@@ -10,10 +10,18 @@ import torch.distributed as dist
 from helpers import mostly_slow
 from scaling_jobs import BYTES_PER_SECOND, PART_OF, SECONDS, make_learner
 
-from learnerkit import Callback, distributed
+from learnerkit import (
+    Callback,
+    CancelBackwardException,
+    CancelBatchException,
+    CancelStepException,
+    GradientAccumulation,
+    distributed,
+)
 from learnerkit.distributed import PeerError
 from learnerkit.scaling.making import Making
 from learnerkit.scaling.parts import REDUCE
+from learnerkit.scaling.trials import pace
 
 pytestmark = pytest.mark.ranks(2)
 SLOW = pytest.mark.slow
@@ -84,6 +92,26 @@ def test_slow_links_are_no_slow_rank_and_what_helps_is_found():
     assert dict(report.helps)["GradientAccumulation(n_batches=4)"] > 0.5
     assert "a free network would save" in str(report)
     assert distributed.same_everywhere(report.to_json())
+
+
+@pytest.mark.parametrize(
+    ("event", "error"),
+    [
+        ("before_batch", CancelBatchException),
+        ("before_backward", CancelBackwardException),
+        ("before_step", CancelStepException),
+        ("", None),  # GradientAccumulation cancels the rest of each batch but the last of a step
+    ],
+)
+def test_steps_without_the_network_may_be_cancelled(event, error):
+    def cancel(cb):
+        if cb.iter % 3 == 1:
+            raise error
+
+    learn = make_learner(n=64)  # several epochs
+    learn.add_cb(Callback(**{event: cancel}) if event else GradientAccumulation(n_batches=2))
+    with learn.distrib_ctx():
+        assert pace(learn, 4, network=False).seconds > 0
 
 
 @pytest.mark.filterwarnings("ignore:comm_hook='bf16' rounds the gradients")
