@@ -84,7 +84,7 @@ def run_trial(learn: "Learner", clock: Clock, *, network: bool = True, loader: b
     if not clock.seconds:
         raise ValueError(
             "no step could be timed, as the first of each epoch is left out with the start of the loader: an epoch "
-            "must have 2 steps or more"
+            "must have 2 steps or more; if it has, callbacks cancel batches: give a larger n_steps, or leave them out"
         )
 
 

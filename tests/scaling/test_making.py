@@ -9,7 +9,7 @@ from helpers import assert_same_state, make_dls, make_learner, raises, state_of
 from scaling_jobs import Counts
 from scaling_jobs import make_learner as job
 
-from learnerkit import Callback, DataLoaders, ScalingReport
+from learnerkit import Callback, CancelBatchException, DataLoaders, ScalingReport
 from learnerkit.values import tensors_in
 
 
@@ -75,6 +75,15 @@ def test_what_cannot_be_reported_is_refused():
         make_learner(cbs=Callback(before_epoch=lambda cb: cb.learn.scaling_report())).fit(1)
     with raises(ValueError, "an epoch must have 2 steps or more"):
         make_learner(dls=make_dls(train=4)).scaling_report(2)
+
+    def cancel(cb):
+        if cb.iter % 2:
+            raise CancelBatchException
+
+    learn = make_learner(dls=make_dls(train=32), cbs=Callback(before_batch=cancel))
+    with raises(ValueError, "if it has, callbacks cancel batches: give a larger n_steps"):
+        learn.scaling_report(2)
+    assert learn.scaling_report(8, advice=False, forecast=False, show=False).samples == 4
 
 
 def test_trying_ends_in_time(capsys):
