@@ -310,7 +310,8 @@ def _judge_values(loss_func: Any, pred: Tensor, target: Tensor) -> Iterator[Find
     if pred.is_complex() or target.is_complex():
         return  # The loss has its own words for these.
     if losses.is_cross_entropy(loss_func) and pred.ndim and not target.is_floating_point():
-        if target.numel() and bool((target == losses.loss_option(loss_func, "ignore_index", -100)).all()):
+        is_mean = losses.loss_option(loss_func, "reduction", "mean") == "mean"
+        if is_mean and target.numel() and bool((target == losses.loss_option(loss_func, "ignore_index", -100)).all()):
             yield Finding(WRONG, f"{about}: all of them are ignore_index, so that the loss is the mean of nothing")
         text, advice = losses.out_of_range(loss_func, pred, target)
         if text:

@@ -443,6 +443,15 @@ def test_a_last_batch_of_one_sample_is_a_problem_of_batch_norm(drop_last, capsys
 
 
 @pytest.mark.usefixtures("without_memory")
+def test_a_sum_over_ignored_targets_is_0(capsys):
+    learn = classes(loss=nn.CrossEntropyLoss(reduction="sum"), data=mapped(change_y=lambda y: y * 0 - 100))
+    found, _ = checked(capsys, learn, False)
+    assert found["targets"] == ("ok", "int64 (4,) on cpu, values -100 .. -100")
+    assert found["loss"][1].startswith("0 ")
+    assert "all zero" in found["gradients"][1]
+
+
+@pytest.mark.usefixtures("without_memory")
 def test_one_class_alone_is_told(capsys):
     found, _ = checked(capsys, classes(1, data=mapped(change_y=lambda y: y * 0)), False)
     mark, text = found["prediction"]
