@@ -490,7 +490,11 @@ def _should_move(named: Named, opts: list, before: Mapping[Tensor, float]) -> It
 def judge_metrics(learn: "Learner") -> list[Finding]:
     """Compute each metric on the present batch, on this rank alone: no other rank waits for one that fails."""
     try:
-        meters = make_meters(copy.deepcopy(learn.metrics), learn.loss_func, learn.dls.classes, learn.dls.targets)
+        metrics = copy.deepcopy(learn.metrics)
+    except Exception as e:  # A fit may need no copies.
+        return [Finding(NOTHING, f"not checked, as they cannot be copied: {in_one_line(e)}")]
+    try:
+        meters = make_meters(metrics, learn.loss_func, learn.dls.classes, learn.dls.targets)
     except Exception as e:
         return [Finding(WRONG, in_one_line(e))]
     values, findings = [], []

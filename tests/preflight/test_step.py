@@ -2,6 +2,7 @@
 
 import copy
 import random
+import threading
 
 import numpy as np
 import psutil
@@ -440,6 +441,23 @@ def test_a_last_batch_of_one_sample_is_a_problem_of_batch_norm(drop_last, capsys
         mark, text = found["batchnorm"]
         assert mark == "!!"
         assert "its last batch has 1 of its 9 samples (batches of 4)" in text
+
+
+class Locked:
+    """A metric that cannot be copied."""
+
+    def __init__(self):
+        self.lock = threading.Lock()
+
+    def __call__(self, pred, target):
+        return 1.0
+
+
+@pytest.mark.usefixtures("without_memory")
+def test_metrics_that_cannot_be_copied_are_not_checked(capsys):
+    found, _ = checked(capsys, make_learner(metrics=Locked()), True)
+    assert found["metrics"] == ("--", "not checked, as they cannot be copied: TypeError: cannot pickle "
+                                "'_thread.lock' object")  # fmt: skip
 
 
 @pytest.mark.usefixtures("without_memory")
