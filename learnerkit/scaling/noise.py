@@ -386,8 +386,9 @@ class GradientNoiseScale(Callback):
     def _sentence(self) -> str:
         rows = self._rows
         if not rows:
-            more = " (without accumulation a batch of one sample cannot be cut)" if self._cuts else ""
-            return f"gradient noise scale: not measured, as no step had two parts{more}"
+            more = "without accumulation a batch of one sample cannot be cut, and with BatchNorm none of less than four"
+            more = f" ({more})" if self._cuts else ""
+            return f"gradient noise scale: not measured, as no step had two parts with finite gradients{more}"
         step = f"a step has {sum(row.samples for row in rows) / len(rows):.0f} samples, {len(rows)} were measured"
         if not math.isfinite(self.value):
             return f"gradient noise scale: too large to be told from these steps, so batches may grow; {step}"

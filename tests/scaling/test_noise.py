@@ -277,7 +277,9 @@ def test_it_says_so_if_nothing_was_measured(capsys):
     learn = make_learner(batch_size=1, data=make_data(4))
     learn.fit(1, cbs=(scale := GradientNoiseScale(every=1)))
     assert math.isnan(scale.value)
-    assert "not measured, as no step had two parts" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "not measured, as no step had two parts with finite gradients (without accumulation a batch" in said
+    assert "with BatchNorm none of less than four" in said
     learn.validate(dl=learn.dls.train, cbs=GradientNoiseScale())
     assert "noise" not in capsys.readouterr().out
 
