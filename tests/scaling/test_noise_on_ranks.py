@@ -150,6 +150,10 @@ def test_options_that_change_gradients_are_refused():
     ):
         with pytest.raises(ValueError, match=match):
             measured(cbs, batch_size=8, context=context)
+    off = SplitBatch(2)
+    off.run = False
+    _, scale = measured([off], batch_size=8, epochs=1, context={"shard": True})
+    assert scale.value > 0
 
 
 def test_the_state_of_other_ranks_is_taken_over():
