@@ -302,6 +302,13 @@ def test_a_models_own_loss_over_tokens_is_counted_and_arguments_of_ddp_are_passe
         check_distributed(make(), wrapp="used")
 
 
+@pytest.mark.filterwarnings("ignore:comm_hook='bf16' rounds the gradients")
+def test_gradients_that_a_hook_rounds_are_told(capsys):
+    found, report, _ = verdict(capsys, make(), comm_hook="bf16")
+    assert found is False
+    assert report["reason"][1].startswith("comm_hook='bf16' rounds the gradients on their way")
+
+
 class Lengths(torch.utils.data.Dataset):
     """Samples of different lengths."""
 
