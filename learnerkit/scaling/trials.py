@@ -15,6 +15,7 @@ from learnerkit.callback import Callback
 from learnerkit.callbacks.debugging import OverfitBatch
 from learnerkit.callbacks.training import StepBudget
 from learnerkit.data.order import has_index, with_batches
+from learnerkit.data.rows import IndexBatches
 from learnerkit.events import CancelEpochException
 from learnerkit.marks import collective
 from learnerkit.parallel.distributed import DistributedCallback, member_of, warn_outside_context
@@ -183,8 +184,8 @@ def with_workers(dl: Any, workers: int) -> Any:
 def with_larger_batches(dl: Any) -> Any:
     """Return a loader with batches twice as large; `None` if its batches are not known to be plain."""
     batches: Any = getattr(dl, "batch_sampler", None)
-    if not (has_index(dl) and type(batches) is BatchSampler):
+    if not (has_index(dl) and type(batches) in (BatchSampler, IndexBatches)):
         return None
     size = 2 * batches.batch_size
-    made = BatchSampler(batches.sampler, size, batches.drop_last)
+    made = type(batches)(batches.sampler, size, batches.drop_last)
     return with_batches(dl, batch_sampler=made, batch_size=size)

@@ -9,7 +9,7 @@ import torch
 from helpers import make_dls, make_learner
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
-from learnerkit import Callback, GradientAccumulation, Learner
+from learnerkit import Callback, DataLoaders, GradientAccumulation, Learner
 from learnerkit.scaling.parts import (
     COPY,
     FORWARD,
@@ -170,5 +170,8 @@ class OneLength(BatchSampler):
 
 def test_only_batches_that_are_plain_are_made_larger():
     data = TensorDataset(torch.zeros(8, 1))
-    assert with_larger_batches(DataLoader(data, 2)).batch_size == 4
+    for plain in (DataLoader(data, 2), DataLoaders.from_datasets(data, bs=2, device="cpu").train):
+        larger = with_larger_batches(plain)
+        assert larger.batch_size == 4
+        assert [len(rows) for (rows,) in larger] == [4, 4]
     assert with_larger_batches(DataLoader(data, batch_sampler=OneLength(8, 2))) is None
