@@ -19,7 +19,7 @@ they were added. The orders of all callbacks of the package, with those of the o
       11  GradientClip: clips unscaled gradients
       11  DistributedCallback, LeftBatch: replace the loader before callbacks use it, and see to a batch without data
       12  CarriedState: hooks the model that all the above have wrapped, and asks the loader which rows a rank has
-      12  OverfitBatch, ShortEpochCallback: shorten the loader that DistributedCallback has set
+      12  OverfitBatch, ShortEpochCallback, _SameBatch: shorten the loader that DistributedCallback has set
       13  SplitBatch: takes the place of the forward pass that all the above have set
       13  ScalingMonitor: waits for the loader that all the above have set
       14  ActivationStats: hooks the modules that all the above have put in their places

@@ -14,6 +14,8 @@ from learnerkit import distributed
 from learnerkit.callback import Callback
 from learnerkit.callbacks.debugging import OverfitBatch
 from learnerkit.callbacks.training import StepBudget
+from learnerkit.data.batches import loader_len
+from learnerkit.data.iterable import LoaderView
 from learnerkit.data.order import has_index, with_batches
 from learnerkit.data.rows import IndexBatches
 from learnerkit.events import CancelEpochException
@@ -73,7 +75,7 @@ def run_trial(learn: "Learner", clock: Clock, *, network: bool = True, loader: b
         loader: whether batches are read; if not, the first is repeated.
         quiet: give no warnings.
     """
-    cbs = [TrialSteps(clock.due), *([] if loader else [_one_batch()]), *clock.callbacks()]
+    cbs = [TrialSteps(clock.due), *([] if loader else [_SameBatch()]), *clock.callbacks()]
     with ExitStack() as stack:
         train = stack.enter_context(trying(learn, "scaling", cbs, quiet))
         if isinstance(clock, Stopwatch):
@@ -164,11 +166,21 @@ def attempt(run: Callable[[], _T]) -> tuple[list[_T], str, Exception | None]:
     return [each for each, _ in everyone], next((failed for _, failed in everyone if failed), ""), error
 
 
-def _one_batch() -> Callback:
-    """Return a callback that repeats the first batch, from the device's memory."""
-    cb = OverfitBatch()
-    cb.only_fit = False
-    return cb
+class _SameBatch(OverfitBatch):
+    """Repeats the first batch, from the device's memory; without end if the loader has no length."""
+
+    only_fit = False
+
+    def before_train(self) -> None:
+        if loader_len(self.learn.dl) is None:
+            self.learn.dl = LoaderView(self.learn.dl, _endless)
+        super().before_train()
+
+
+def _endless(dl: Any) -> Iterator:
+    for batch in dl:
+        while True:  # The trial ends after its steps.
+            yield batch
 
 
 # Other loaders

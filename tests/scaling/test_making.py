@@ -5,9 +5,10 @@ import time
 
 import pytest
 import torch
-from helpers import assert_same_state, make_dls, make_learner, raises, state_of
+from helpers import assert_same_state, make_data, make_dls, make_learner, raises, state_of
 from scaling_jobs import Counts
 from scaling_jobs import make_learner as job
+from torch.utils.data import DataLoader, IterableDataset
 
 from learnerkit import Callback, CancelBatchException, DataLoaders, ScalingReport
 from learnerkit.values import tensors_in
@@ -57,6 +58,19 @@ def test_slow_input_is_seen_and_workers_help(capsys):
     assert report.without["input"] < 0.5 * report.seconds
     assert "every rank waits for input" in str(report)
     assert [what for what, gain in report.helps if what.startswith("num_workers") and gain > 0.3], report.helps
+
+
+class SlowStream(IterableDataset):
+    def __iter__(self):
+        for row in zip(*make_data(60).tensors, strict=True):
+            time.sleep(0.003)
+            yield row
+
+
+def test_slow_input_is_seen_of_a_loader_without_length():
+    learn = make_learner(DataLoaders(DataLoader(SlowStream(), 4), device="cpu"))
+    report = learn.scaling_report(4, advice=False, forecast=False, show=False)
+    assert report.without["input"] < 0.5 * report.seconds
 
 
 def test_a_slow_callback_is_named():
