@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from learnerkit import distributed
 from learnerkit.callback import Callback
@@ -190,6 +190,8 @@ def with_workers(dl: Any, workers: int) -> Any:
     """Return a copy of a loader with this many workers; `None` if that cannot help."""
     if not isinstance(dl, DataLoader) or getattr(dl, "reads_rows", False):
         return None
+    if isinstance(dl.dataset, IterableDataset) and dl.num_workers < 2:
+        return None  # Each worker might read all samples.
     return with_batches(dl, num_workers=workers, prefetch_factor=dl.prefetch_factor or 2, persistent_workers=False)
 
 

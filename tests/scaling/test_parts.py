@@ -7,7 +7,7 @@ from statistics import median
 import pytest
 import torch
 from helpers import make_dls, make_learner
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
+from torch.utils.data import BatchSampler, ChainDataset, DataLoader, SequentialSampler, TensorDataset
 
 from learnerkit import Callback, DataLoaders, GradientAccumulation, Learner
 from learnerkit.scaling.parts import (
@@ -22,7 +22,7 @@ from learnerkit.scaling.parts import (
     slowest,
     waiting,
 )
-from learnerkit.scaling.trials import run_trial, with_larger_batches
+from learnerkit.scaling.trials import run_trial, with_larger_batches, with_workers
 
 
 def steps_of(n=20, seed=0, noise=0.05, **parts):
@@ -175,3 +175,9 @@ def test_only_batches_that_are_plain_are_made_larger():
         assert larger.batch_size == 4
         assert [len(rows) for (rows,) in larger] == [4, 4]
     assert with_larger_batches(DataLoader(data, batch_sampler=OneLength(8, 2))) is None
+
+
+@pytest.mark.parametrize(("workers", "tried"), [(0, False), (1, False), (2, True)])
+def test_workers_are_tried_on_a_stream_if_it_has_several(workers, tried):
+    stream = DataLoader(ChainDataset([]), 2, num_workers=workers)
+    assert (with_workers(stream, 4) is not None) is tried
