@@ -549,6 +549,11 @@ def _are_integers(target: Any) -> bool:
     return isinstance(target, Tensor) and target.ndim > 0 and not target.is_floating_point() and not target.is_complex()
 
 
+def class_numbers(target: Tensor) -> Tensor:
+    """Return targets of uint8 as int64, and others as they are: torch compares uint8 to -100 as to 156."""
+    return target.long() if target.dtype == torch.uint8 else target
+
+
 def class_axes(pred: Tensor, target: Tensor) -> list[int]:
     """Return the dimensions of the scores that may be the classes: the others have the shape of the targets."""
     if pred.ndim < 3:
@@ -564,6 +569,7 @@ def _count_classes(weight: Tensor | None, ignore_index: int, target: Any, *rest:
     """
     if not isinstance(target, Tensor) or target.is_floating_point():
         return None
+    target = class_numbers(target)
     if weight is None:
         if target.ndim == 1 and ignore_index < 0 and target.is_cpu and target.numel() and target.min().item() >= 0:
             return None  # the usual case; this check takes a few microseconds
@@ -613,7 +619,7 @@ def out_of_range(loss_func: Any, pred: Tensor, target: Tensor) -> tuple[str, str
 
     If all targets are in range, both texts are empty.
     """
-    dim = min(1, pred.ndim - 1)
+    dim, target = min(1, pred.ndim - 1), class_numbers(target)
     classes, counted = pred.shape[dim], target[target != loss_option(loss_func, "ignore_index", -100)]
     low, high = (int(x) for x in counted.aminmax()) if counted.numel() else (0, 0)
     if low >= 0 and high < classes:

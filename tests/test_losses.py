@@ -90,6 +90,17 @@ def test_nll_loss_is_a_cross_entropy_too():
     assert split_and_join(loss_func, pred, target, (4, 7)) == pytest.approx(float(loss_func(pred, target)), rel=1e-9)
 
 
+def test_classes_may_be_uint8_where_156_is_one_of_them_and_not_minus_100():
+    loss_func = nn.CrossEntropyLoss(weight=torch.rand(200, dtype=torch.float64) + 0.1)
+    pred, target = torch.randn(11, 200, dtype=torch.float64), torch.arange(150, 161, dtype=torch.uint8)
+    expected = float(loss_func(pred, target.long()))
+    assert split_and_join(loss_func, pred, target, (4, 7)) == pytest.approx(expected, rel=1e-9)
+    assert (
+        out_of_range(loss_func, pred[:, :150], target[6:7])[1]
+        == "let the model have 157 outputs, or correct the targets"
+    )
+
+
 def test_class_probabilities_are_averaged_over_samples():
     loss_func = nn.CrossEntropyLoss(weight=CLASS_WEIGHTS.double())
     pred = torch.randn(11, 3, dtype=torch.float64)

@@ -342,6 +342,21 @@ def test_perplexity_leaves_ignored_targets_out():
     )
 
 
+def test_class_156_counts_in_uint8_too_though_it_has_the_bits_of_minus_100():
+    pred, target = torch.randn(6, 200), torch.arange(153, 159)
+    pred[:4].scatter_(1, target[:4, None], 9.0)  # these four are right, 156 among them
+    metrics = [accuracy, error_rate, perplexity, Dice]
+    assert evaluate(metrics, (4, 2), pred, target.byte()) == evaluate(metrics, (4, 2), pred, target)
+    pytest.importorskip("torchmetrics")
+    found = []
+    for y in (target, target.byte()):
+        (meter,) = make_meters("f1", nn.CrossEntropyLoss(), range(200))
+        meter.reset()
+        meter.update(0, 6, pred, (y,))
+        found.append(meter.result(False))
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("metric", [perplexity, "perplexity"])
 def test_perplexity_leaves_out_what_the_loss_ignores(metric):
     target, loss = torch.tensor([0, 2, 1, 2]), nn.CrossEntropyLoss(ignore_index=2)

@@ -7,7 +7,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from learnerkit.losses import ACTIVATIONS, DECODINGS, OwnLoss, has_classes_in_dim_1, loss_name, loss_option, rules
+from learnerkit.losses import (
+    ACTIVATIONS,
+    DECODINGS,
+    OwnLoss,
+    class_numbers,
+    has_classes_in_dim_1,
+    loss_name,
+    loss_option,
+    rules,
+)
 from learnerkit.metrics.functions import (
     accuracy,
     accuracy_multi,
@@ -134,7 +143,7 @@ class OfTorchmetrics:
                     f"the metric {self._name!r} takes the number of a class for each sample, and got targets that are "
                     f"{describe(target)}; of one value for each class argmax(1) makes the number"
                 )
-            return made, (target.reshape(len(pred), *pred.shape[2:]),)
+            return made, (class_numbers(target).reshape(len(pred), *pred.shape[2:]),)
         if self._task == "":  # the columns of a table are several outputs, each with its own mean
             n_outputs, made = made.shape[1] if made.ndim == 2 else 1, wide(made)
             self.metric.set_dtype(made.dtype)  # It takes the difference of sums of squares.

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from learnerkit.losses import (
     class_axes,
+    class_numbers,
     decode_of,
     decoding,
     has_classes_in_dim_1,
@@ -113,6 +114,7 @@ def _share(right: Tensor, target: Tensor, loss_func: Any) -> tuple[Tensor, Tenso
 
 def counts(target: Tensor, loss_func: Any) -> Tensor:
     "Return a mask of the targets that count: those that are not negative and that the loss does not ignore."
+    target = class_numbers(target)
     counted = target >= 0
     if (ignored := loss_option(loss_func, "ignore_index")) is not None:
         counted &= target != ignored

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from learnerkit.data.batches import concat, on_host
-from learnerkit.losses import has_classes_in_dim_1, loss_option, unwrap_partial
+from learnerkit.losses import class_numbers, has_classes_in_dim_1, loss_option, unwrap_partial
 from learnerkit.metrics.functions import class_axis, counts, decoded_pair, wide
 from learnerkit.utils import listify
 
@@ -149,7 +149,7 @@ class perplexity(_MeanOf):
         Raises:
             ValueError: no `axis`, and both dimension 1 and the last may be the classes.
         """
-        axis = self.axis
+        axis, target = self.axis, class_numbers(target)
         if axis is None:  # torch's loss has taken these predictions, with the classes in dimension 1
             axis = 1 if has_classes_in_dim_1(self._loss_func) else class_axis(pred, target, "perplexity")
         ignored = self.ignore_index
@@ -209,6 +209,7 @@ class Dice(Metric):
         Raises:
             ValueError: predictions that have no classes, or not those that were named.
         """
+        target = class_numbers(target)
         counted = counts(target, self._loss_func)
         if self.ignore_index is not None:
             counted = counted & (target != self.ignore_index)

@@ -310,6 +310,7 @@ def _judge_values(loss_func: Any, pred: Tensor, target: Tensor) -> Iterator[Find
     if pred.is_complex() or target.is_complex():
         return  # The loss has its own words for these.
     if losses.is_cross_entropy(loss_func) and pred.ndim and not target.is_floating_point():
+        target = losses.class_numbers(target)
         is_mean = losses.loss_option(loss_func, "reduction", "mean") == "mean"
         if is_mean and target.numel() and bool((target == losses.loss_option(loss_func, "ignore_index", -100)).all()):
             yield Finding(WRONG, f"{about}: all of them are ignore_index, so that the loss is the mean of nothing")
