@@ -46,6 +46,26 @@ def test_metric_functions_have_the_values_of_their_formulas():
     assert accuracy(image, image.argmax(1)) == 1
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_errors_of_predictions_in_half_precision_are_computed_in_float32(dtype):
+    pred, target = (torch.randn(2, 500) * 40).to(dtype), torch.randn(2, 500) * 300
+    assert mse(pred, target) == F.mse_loss(pred.float(), target)
+    assert mae(pred, target) == F.l1_loss(pred.float(), target)
+    scores, classes = (torch.randn(4000, 9) * 15).to(dtype), torch.randint(9, (4000,))
+    for metric, *batch in ((rmse, pred, target), (perplexity, scores, classes)):
+        half, full = (evaluate(metric, (len(x),), x, batch[1]) for x in (batch[0], batch[0].float()))
+        assert half == full
+    shares = torch.rand(4000, 9).softmax(1).to(dtype)
+    expected = F.cross_entropy(scores.float(), shares.float()).exp()
+    assert evaluate(perplexity, (4000,), scores, shares)["perplexity"] == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_errors_take_as_many_predictions_as_targets():
+    for metric in (mse, mae, rmse().update):
+        with pytest.raises(RuntimeError, match=r"shape '\[1, 3\]' is invalid for input of size 1"):
+            metric(torch.zeros(1, 3), torch.ones(1))
+
+
 def test_scores_of_a_language_model_have_their_classes_last():
     scores, target = torch.randn(4, 5, 7), torch.randint(7, (4, 5))
     target[1, 2:] = -100

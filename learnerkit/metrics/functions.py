@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from learnerkit.data.batches import in_float32
 from learnerkit.losses import (
     class_axes,
     class_numbers,
@@ -165,12 +166,18 @@ def class_axis(pred: Tensor, target: Tensor, metric: str) -> int:
 
 def mse(pred: Tensor, target: Tensor) -> Tensor:
     """Compute the mean squared error over all elements; both tensors must have the same number of elements."""
-    return F.mse_loss(pred.flatten(), target.flatten().to(pred.dtype))
+    return F.mse_loss(*numbers(pred, target))
 
 
 def mae(pred: Tensor, target: Tensor) -> Tensor:
     """Compute the mean absolute error over all elements; both tensors must have the same number of elements."""
-    return F.l1_loss(pred.flatten(), target.flatten().to(pred.dtype))
+    return F.l1_loss(*numbers(pred, target))
+
+
+def numbers(pred: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    "Return both in one shape and type, of at least 32 bits: squares and sums leave the range of half precision."
+    pred = in_float32(pred)
+    return pred, target.reshape(pred.shape).to(pred.dtype)
 
 
 def wide(x: Tensor) -> Tensor:

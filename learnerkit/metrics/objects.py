@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from learnerkit.data.batches import concat, on_host
+from learnerkit.data.batches import concat, in_float32, on_host
 from learnerkit.losses import class_numbers, has_classes_in_dim_1, loss_option, unwrap_partial
-from learnerkit.metrics.functions import class_axis, counts, decoded_pair, wide
+from learnerkit.metrics.functions import class_axis, counts, decoded_pair, numbers, wide
 from learnerkit.utils import listify
 
 
@@ -113,7 +113,7 @@ class rmse(_MeanOf):
 
     def update(self, pred: Tensor, target: Tensor) -> None:
         """Add a batch's squared errors."""
-        self._add(F.mse_loss(pred.flatten(), target.flatten().to(pred.dtype), reduction="sum"), target.numel())
+        self._add(F.mse_loss(*numbers(pred, target), reduction="sum"), target.numel())
 
     def compute(self) -> Tensor:
         """Return the root of their mean."""
@@ -149,7 +149,7 @@ class perplexity(_MeanOf):
         Raises:
             ValueError: no `axis`, and both dimension 1 and the last may be the classes.
         """
-        axis, target = self.axis, class_numbers(target)
+        axis, pred, target = self.axis, in_float32(pred), in_float32(class_numbers(target))
         if axis is None:  # torch's loss has taken these predictions, with the classes in dimension 1
             axis = 1 if has_classes_in_dim_1(self._loss_func) else class_axis(pred, target, "perplexity")
         ignored = self.ignore_index
