@@ -595,6 +595,13 @@ def test_a_loss_with_a_decode_of_its_own_says_what_is_right():
     assert accuracy(PRED, TARGET, loss_func=unsure) == 0.5
     assert accuracy(PRED, torch.tensor([0, 2, 1, 0]), loss_func=unsure) == 0.75
     assert accuracy(SCORES, torch.zeros(4, dtype=torch.long), loss_func=nn.CrossEntropyLoss()) == 1  # one class alone
+    second = nn.CrossEntropyLoss()  # of a model with two outputs
+    second.decode = lambda pred: pred[1].argmax(1)
+    assert accuracy((SCORES, PRED), TARGET, loss_func=second) == accuracy(PRED, TARGET)
+    dice = Dice()
+    dice.use_loss(second)
+    with pytest.raises(ValueError, match=r"dice takes scores in one tensor, and got predictions: \(float32 .*Accum"):
+        dice.update((SCORES, PRED), TARGET)
 
 
 @pytest.mark.parametrize("axis", [1, -1])

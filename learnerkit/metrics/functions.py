@@ -17,6 +17,7 @@ from learnerkit.losses import (
     hides_classes,
     is_cross_entropy,
     loss_option,
+    own_decode,
 )
 from learnerkit.values import describe
 
@@ -29,7 +30,7 @@ def accuracy(pred: Tensor, target: Tensor, axis: int | None = None, loss_func: A
 
     Args:
         pred: scores of shape (n, classes, ...), or of a language model (n, t, vocabulary); for a binary cross-entropy
-            of the shape of the targets.
+            of the shape of the targets; whatever the `decode` of the loss takes.
         target: classes of shape (n, ...) or (n, 1, ...).
         axis: the dimension of the classes; by default the loss's, else 1 or the last, whichever fits the targets.
         loss_func: the loss, which says how predictions are decoded; a Learner gives its own.
@@ -125,9 +126,11 @@ def counts(target: Tensor, loss_func: Any) -> Tensor:
 def _decoded(pred: Any, target: Tensor, loss_func: Any) -> Tensor | None:
     "Decode predictions as the loss does; `None` unless that gives one class, or yes or no, for each target."
     decode = decode_of(loss_func)
-    if decode is None or not isinstance(pred, Tensor) or (pred.ndim < 2 and is_cross_entropy(loss_func)):
+    if decode is None or (not isinstance(pred, Tensor) and not own_decode(loss_func)):
         return None
-    if pred.ndim > 2 and hides_classes(loss_func):  # The shapes say which dimension has them.
+    if isinstance(pred, Tensor) and pred.ndim < 2 and is_cross_entropy(loss_func):
+        return None
+    if isinstance(pred, Tensor) and pred.ndim > 2 and hides_classes(loss_func):  # The shapes say which dimension.
         return None
     decoded = decode(pred)
     if not isinstance(decoded, Tensor) or decoded.is_floating_point() or decoded.numel() != target.numel():

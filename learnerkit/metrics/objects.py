@@ -13,6 +13,7 @@ from learnerkit.data.batches import concat, in_float32, on_host
 from learnerkit.losses import class_numbers, has_classes_in_dim_1, loss_option, unwrap_partial
 from learnerkit.metrics.functions import class_axis, counts, decoded_pair, numbers, wide
 from learnerkit.utils import listify
+from learnerkit.values import describe
 
 
 class Metric:
@@ -207,8 +208,13 @@ class Dice(Metric):
             target: numbers of classes (n, ...), or for a binary cross-entropy 0 and 1.
 
         Raises:
-            ValueError: predictions that have no classes, or not those that were named.
+            ValueError: predictions that are no tensor, that have no classes, or not those that were named.
         """
+        if not isinstance(pred, Tensor):
+            raise ValueError(
+                f"{self.name} takes scores in one tensor, and got predictions: {describe(pred)}; an AccumMetric takes "
+                "any predictions"
+            )
         target = class_numbers(target)
         counted = counts(target, self._loss_func)
         if self.ignore_index is not None:
