@@ -179,6 +179,8 @@ class ClassificationInterpretation:
     def top_losses(self, k: int | None = None, largest: bool = True) -> tuple[Tensor, Tensor]:
         """Return the largest losses, and the places of their samples in the dataset.
 
+        Samples that do not count in the confusion matrix are left out: their loss is 0 because it is ignored.
+
         Args:
             k: how many; by default all.
             largest: else the smallest.
@@ -191,9 +193,10 @@ class ClassificationInterpretation:
                 "there is no loss for each sample: that needs a loss with an argument `reduction`, as torch's"
             )
         arguments.check_count("k", 1 if k is None else k, "a number of samples")
-        n = len(self.losses)
-        top = self.losses.topk(min(k or n, n), largest=largest)
-        return top.values, top.indices
+        counted = (self.targets >= 0).nonzero().flatten()
+        n = len(counted)
+        top = self.losses[counted].topk(min(k or n, n), largest=largest)
+        return top.values, counted[top.indices]
 
     def plot_top_losses(self, k: int = 9, largest: bool = True) -> Any:
         """Show the samples with the largest losses, with target, prediction and loss.

@@ -53,6 +53,9 @@ def test_what_the_loss_ignores_does_not_count():
         found = Interpretation.from_learner(learn)
         assert found.classes == NAMES
         assert torch.equal(found.confusion_matrix(), counts * torch.tensor([[1], [1], [0]]))
+        losses, places = found.top_losses(largest=False)
+        assert torch.equal(places.sort().values, (y != 2).nonzero().flatten())
+        assert torch.equal(losses, found.losses[places])
 
 
 def test_the_report_is_precision_recall_and_f1(capsys):
