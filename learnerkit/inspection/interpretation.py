@@ -42,7 +42,7 @@ class ClassificationInterpretation:
     Args:
         dls: the loaders, whose `classes` name the classes, and whose `decode` shows inputs.
         dl: the loader of the predictions, from whose dataset inputs are shown.
-        preds: predictions of shape (n, classes), or of two classes (n,) or (n, 1).
+        preds: predictions of shape (n, classes), or of two classes (n,) or (n, 1); or others, such as a tuple.
         targets, decoded: actual and predicted classes, of shape (n,).
         losses: the loss of each sample, or `None`.
 
@@ -51,14 +51,14 @@ class ClassificationInterpretation:
     """
 
     def __init__(
-        self, dls: "DataLoaders", dl: Any, preds: Tensor, targets: Tensor, decoded: Tensor, losses: Tensor | None
+        self, dls: "DataLoaders", dl: Any, preds: Any, targets: Tensor, decoded: Tensor, losses: Tensor | None
     ) -> None:
         self.dls, self.dl = dls, dl
         self.preds = preds
         self.targets = targets
         self.decoded = decoded
         self.losses = losses
-        scored = preds.shape[1] if preds.ndim == 2 else 0
+        scored = preds.shape[1] if isinstance(preds, Tensor) and preds.ndim == 2 else 0
         most = max(scored, 2, int(targets.max()) + 1, int(decoded.max()) + 1)
         names = list(map(str, dls.classes or []))
         self.classes = [*names, *map(str, range(len(names), most))]
@@ -220,7 +220,7 @@ class ClassificationInterpretation:
         batches = getattr(self.dl, "batch_sampler", None)
         sampler = getattr(self.dl if batches is None else batches, "sampler", None)
         is_in_order = isinstance(sampler, SequentialSampler) or isinstance(batches, InOrder)
-        if not is_in_order or loader_len(dataset) != len(self.preds):
+        if not is_in_order or loader_len(dataset) != len(self.targets):
             raise ValueError(
                 "the inputs cannot be found: the loader does not read a dataset with lengths and indices in its own "
                 "order; learn.get_preds(dl=..., with_input=True) returns them, and top_losses their places"

@@ -120,6 +120,29 @@ def test_one_logit_tells_two_classes(shape):
     assert [row[-1].startswith("wrong: ") for row in rows] == (said != y.flatten().long()).tolist()
 
 
+def test_a_loss_with_a_decode_of_its_own_makes_classes_of_a_tuple():
+    class OfTheSecond(nn.CrossEntropyLoss):
+        def decode(self, pred):
+            return pred[1].argmax(1)
+
+        def forward(self, pred, target):
+            return super().forward(pred[1], target)
+
+    class Two(nn.Linear):
+        def forward(self, x):
+            return x.sum(1), super().forward(x)
+
+    plain, _, _ = learner()
+    learn, x, _ = learner(loss=OfTheSecond())
+    two = Two(3, 3)
+    two.load_state_dict(learn.model.state_dict())
+    learn.model = two
+    found, expected = Interpretation.from_learner(learn), Interpretation.from_learner(plain)
+    assert found.classes == ["0", "1", "2"]
+    assert torch.equal(found.confusion_matrix(), expected.confusion_matrix())
+    assert found.plot_top_losses(2).rows[0][:3] == x[expected.top_losses(1)[1][0]].tolist()
+
+
 @pytest.mark.parametrize("n", [0, "3", True])
 def test_results_are_shown_of_a_number_of_samples(n):
     with pytest.raises(ValueError, match=f"got n={n!r}; it is a number of samples, 1 or more"):
