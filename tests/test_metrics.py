@@ -84,6 +84,8 @@ def test_where_the_classes_may_be_either_dimension_metrics_ask():
             ValueError, match=r"scores of shape \(2, 5, 5\) and targets of shape \(2, 5\).*axis, 1 or -1"
         ):
             metric(scores, target)
+    with pytest.raises(ValueError, match=r"the metric has none \(Dice, IoU, .*write an AccumMetric"):
+        Dice().update(scores, target)
     for axis in (1, -1):
         expected = float(F.cross_entropy(scores.movedim(axis, 1), target).exp())
         assert evaluate(perplexity(axis=axis), (1, 1), scores, target)["perplexity"] == pytest.approx(expected)

@@ -162,7 +162,8 @@ def class_axis(pred: Tensor, target: Tensor, metric: str) -> int:
     if len(axes) > 1 and pred.shape[1] > 1:
         raise ValueError(
             f"{metric} got scores of shape {tuple(pred.shape)} and targets of shape {tuple(target.shape)}: the classes "
-            "may be dimension 1 or the last; say which by the argument axis, 1 or -1"
+            "may be dimension 1 or the last; say which by the argument axis, 1 or -1, or where the metric has none "
+            "(Dice, IoU, those of torchmetrics by name) write an AccumMetric"
         )
     return axes[0] if axes else 1
 
