@@ -80,7 +80,9 @@ class Hooks:
     """
 
     def __init__(self, modules: Iterable[nn.Module], func: Callable | None = None, **kwargs: Any) -> None:
-        self.hooks = [Hook(module, func, **kwargs) for module in modules]
+        with ExitStack() as stack:  # A module that takes no hooks leaves none on those before it.
+            self.hooks = [stack.enter_context(Hook(module, func, **kwargs)) for module in modules]
+            stack.pop_all()
 
     @property
     def stored(self) -> list:

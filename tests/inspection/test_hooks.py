@@ -27,6 +27,8 @@ def test_hooks_keep_what_passes_and_go():
         assert last.stored == (model[3], (3, 6))
     with pytest.raises(ZeroDivisionError), Hook(model[0]):
         1 / 0  # noqa: B018
+    with pytest.raises(AttributeError, match="register_forward_hook"):
+        Hooks([model[0], "no module"])
     assert not hooked(model)
 
 
