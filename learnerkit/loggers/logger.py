@@ -163,7 +163,8 @@ class Logger(NamedState):
                 self._write_notes()  # After an error this does not wait for the device.
         finally:
             self._pending.clear()
-            self._before += len(self.learn.recorder.lrs)
+            if hasattr(self.learn, "recorder"):  # else `before_fit` has refused
+                self._before += len(self.learn.recorder.lrs)
             self._release()
 
     # Notes, and records made of them
