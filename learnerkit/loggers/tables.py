@@ -87,7 +87,7 @@ def _read(path: Path) -> list[list[str]]:
         return []
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:  # Excel puts a mark before UTF-8
-            return list(csv.reader(file))
+            return list(filter(None, csv.reader(file)))  # without empty lines
     except (ValueError, csv.Error) as e:  # no UTF-8, or a field of more than 131,072 characters
         raise ValueError(f"{path} is not a table that can be continued ({e}); remove it, or give another name") from e
 

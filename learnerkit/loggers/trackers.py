@@ -16,7 +16,7 @@ from typing import Any
 from learnerkit import distributed
 from learnerkit.files import name_or_path
 from learnerkit.loggers.logger import Files, Record, Tracker, flat
-from learnerkit.text import in_one_line
+from learnerkit.text import escaped_line, in_one_line
 
 _begun_here: set[str] = set()
 """The runs of services that loggers of this process have begun, which are open until they are closed or it ends."""
@@ -73,8 +73,9 @@ class TensorBoardCallback(Tracker):
         return self._native
 
     def _write_config(self, config: dict[str, Any]) -> None:
-        rows = [(name, str(value).replace("|", "\\|")) for name, value in flat(config).items()]
-        table = [f"| {name} | {value} |" for name, value in (("name", "value"), ("---", "---"), *rows)]
+        rows = [("name", "value"), ("---", "---"), *flat(config).items()]
+        cells = ([escaped_line(str(cell)).replace("|", "\\|") for cell in row] for row in rows)
+        table = [f"| {name} | {value} |" for name, value in cells]
         self._handle.add_text("hyper-parameters", "\n".join(table), 0)
 
     def _write(self, records: list[Record]) -> None:

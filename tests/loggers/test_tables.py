@@ -272,6 +272,19 @@ def test_a_table_that_excel_has_saved_is_continued():
     assert [row["epoch"] for row in table()] == ["0", "0"]
 
 
+def test_empty_lines_of_a_table_that_is_continued_are_no_rows():
+    Path("history.csv").write_text("\nepoch,train_loss\n7,0.5\n\n")
+    learner(CSVLogger(append=True)).fit(1)
+    assert [(row["epoch"], row["train_loss"] == "0.5") for row in table()] == [("7", True), ("0", False)]
+
+
+def test_without_a_recorder_a_logger_refuses_and_nothing_else_fails():
+    learn = make_learner(cbs=CSVLogger(), default_cbs=False)
+    with pytest.raises(ValueError, match=r"this learner has none.*add Recorder\(\) to its callbacks") as found:
+        learn.fit(1)
+    assert found.value.__notes__ == ["raised in CSVLogger.before_fit"]
+
+
 @pytest.mark.parametrize("content", [b"epoch\n\xff\n", b"epoch\n" + b"1" * 200_000 + b"\n", None])
 def test_a_table_that_cannot_be_continued_is_named(content):
     path = Path("history.csv")

@@ -143,7 +143,7 @@ def scalars(folder):
 
 def test_tensorboard_has_steps_rows_text_and_plots(tmp_path, plt):
     pytest.importorskip("tensorboard")
-    board = TensorBoardCallback("first", plots=True, config={"arch": "a|b"})
+    board = TensorBoardCallback("first", plots=True, config={"arch": "a|b", "a|c": "one\ntwo"})
     learn = learner(board, path=tmp_path)
     learn.validate()
     assert list(tmp_path.iterdir()) == []
@@ -161,7 +161,7 @@ def test_tensorboard_has_steps_rows_text_and_plots(tmp_path, plt):
     assert {*read.Tags()["images"]} == {"plots/loss", "plots/schedule", "mine"}
     (text,) = read.Tensors("hyper-parameters/text_summary")
     assert b"| parameters | 37 |" in text.tensor_proto.string_val[0]
-    assert b"| arch | a\\|b |" in text.tensor_proto.string_val[0]
+    assert b"| arch | a\\|b |\n| a\\|c | one\\ntwo |" in text.tensor_proto.string_val[0]
     with raises(ValueError, "a plain name inside learn.path/runs"):
         TensorBoardCallback("..")
     with raises(ValueError, "has no '..'"):
