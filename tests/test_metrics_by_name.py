@@ -157,6 +157,7 @@ def test_metrics_know_the_classes_of_a_models_own_loss():
             "abc",
             r"'r2' does not know its task by CrossEntropyLoss .* classes: take an .*regression.R2Score\(\)",
         ),
+        ("f1", None, "ab", r"of the 2 classes that DataLoaders\(classes=.*names, and the predictions have 3: name all"),
         ("auc", lambda pred, target: pred.mean(), "abc", "'auc' does not know its task by <lambda>"),
         ("f1", Labels(), None, r"one score for each sample, .*float32 tensor of shape \(4, 3\).*MultilabelF1Score"),
     ],

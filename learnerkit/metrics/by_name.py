@@ -112,7 +112,7 @@ class OfTorchmetrics:
             },
             "Multilabel": {"num_labels": n, "average": "macro"},
         }
-        self._name, self._task = name, task
+        self._name, self._task, self._n = name, task, n
         self._is_in_dim_1 = has_classes_in_dim_1(loss_func)
         self._rule = ACTIVATIONS[str(activates)] if name in _OF_PROBABILITIES else DECODINGS[str(decodes)]
         kind = getattr(classification if task else regression, task + _CLASSES[name])
@@ -124,8 +124,8 @@ class OfTorchmetrics:
         """Turn a batch's predictions and targets into the arguments of the metric's `update`.
 
         Raises:
-            ValueError: several scores for each sample, and no names of what they are; or targets that are not one class
-                for each.
+            ValueError: several scores for each sample, and no names of what they are, or fewer; or targets that are not
+                one class for each.
         """
         if self._task == "Binary" and pred.ndim > 1 and pred[0].numel() > 1:
             raise ValueError(
@@ -138,6 +138,11 @@ class OfTorchmetrics:
             pred = pred.movedim(class_axis(pred, target, self._name), 1)
         made = self._rule(pred.detach())
         if self._task == "Multiclass":
+            if pred.shape[1] > self._n:  # torchmetrics would count one pair of classes as another
+                raise ValueError(
+                    f"the metric {self._name!r} is of the {self._n} classes that DataLoaders(classes=[...]) names, and "
+                    f"the predictions have {pred.shape[1]}: name all of them"
+                )
             if target.numel() * pred.shape[1] != pred.numel():
                 raise ValueError(
                     f"the metric {self._name!r} takes the number of a class for each sample, and got targets that are "
