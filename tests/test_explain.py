@@ -126,6 +126,8 @@ ROWS = {
         ["int64", "y.float()"]),
     "shapes for BCE": (lambda: learner(images(1, 4, 4, labels=(LABELS % 2).float()), flat(16, 1), BCE),
         ["(4, 1)", "(4,)", "unsqueeze(1)"]),
+    "outputs for BCE": (lambda: learner(images(1, 4, 4, labels=(LABELS % 2).float()), flat(16, 3), BCE),
+        ["(4, 3)", "(4,)", "equal shapes: change the last layer"]),
     "scores for BCELoss": (lambda: learner(images(1, 4, 4, labels=LABELS[:, None] % 2 * 1.0),
                                            Net(lambda layer, x: layer(x) + 5, flat(16, 1)), nn.BCELoss()),
         ["probabilities", "BCEWithLogitsLoss"]),

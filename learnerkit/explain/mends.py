@@ -231,9 +231,11 @@ def of_comparison(frames: list[FrameType], text: str) -> str:
     if frame.f_code.co_name in _BY_CLASS:
         return _of_classes(scores, target, text, frame.f_locals.get("ignore_index"))
     if scores.shape != target.shape:
+        are_as_many = scores.numel() == target.numel()
+        how = ".unsqueeze(1) or .squeeze(1) of one of them" if are_as_many else "change the last layer, or the targets"
         return (
             f"the predictions are {tuple(scores.shape)} and the targets {tuple(target.shape)}; this loss takes equal "
-            "shapes: .unsqueeze(1) or .squeeze(1) of one of them"
+            f"shapes: {how}"
         )
     if not target.is_floating_point():
         return f"the targets are {_name(target)}, and this loss compares numbers: y.float() in the dataset"
