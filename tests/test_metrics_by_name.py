@@ -1,5 +1,6 @@
 """Metrics by name: those of torchmetrics for the loss and the classes, compared with their definitions."""
 
+import math
 from contextlib import nullcontext
 
 import pytest
@@ -207,6 +208,15 @@ def test_a_class_that_does_not_occur_has_no_part_in_the_area_under_the_curve():
     scores = learn.get_preds(probs=True)[0]
     areas = [by_hand(y == c, y == c, scores[:, c])[3] for c in (0, 1)]
     assert learn.validate()[1] == pytest.approx(sum(areas) / 2)
+    learn.dls = one_loader(TensorDataset(x, y.fill_(-100)), "abc")  # none is left
+    assert math.isnan(learn.validate()[1])
+
+
+def test_each_pixel_of_a_mask_may_be_a_yes_or_no():
+    x, y = torch.randn(6, 2, 3, 4), torch.randint(2, (6, 1, 3, 4))
+    learn = make_learner(one_loader(TensorDataset(x, y), None), nn.Conv2d(2, 1, 1), Labels(), metrics=OF_CLASSES)
+    preds = learn.get_preds()[0].flatten()
+    assert learn.validate()[1:] == pytest.approx(by_hand(preds > 0, y.flatten() == 1, preds), rel=1e-5)
 
 
 def test_r2_is_exact_far_from_zero():

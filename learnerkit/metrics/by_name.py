@@ -1,5 +1,6 @@
 """Metrics by name: those of this package, and those of torchmetrics that fit the learner's loss and classes."""
 
+import math
 import warnings
 from typing import Any
 
@@ -53,6 +54,8 @@ def _of_classes_that_occur(kind: Any) -> Any:
 
     class OfClassesThatOccur(kind):
         def compute(self) -> Tensor:
+            if not any(target.numel() for target in listify(self.target)):
+                return torch.tensor(math.nan)
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="No (positive|negative) samples in targets")
                 values: Tensor = super().compute()
@@ -127,7 +130,7 @@ class OfTorchmetrics:
             ValueError: several scores for each sample, and no names of what they are, or fewer; or targets that are not
                 one class for each.
         """
-        if self._task == "Binary" and pred.ndim > 1 and pred[0].numel() > 1:
+        if self._task == "Binary" and pred.ndim > 1 and pred.shape[1] > 1:
             raise ValueError(
                 f"the metric {self._name!r} takes one score for each sample, its yes or no, and got {describe(pred)}: "
                 "give DataLoaders(classes=[...]) the names of the labels, if there are three or more, or take "
