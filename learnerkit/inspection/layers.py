@@ -48,7 +48,8 @@ def layer_decay(model: nn.Module, decay: float = 0.75, blocks: str | None = None
 
 def _by_position(model: nn.Module, blocks: list[nn.Module]) -> list[list[nn.Parameter]]:
     """Return the parameters of each block, and those between blocks, in the order in which they are registered."""
-    owner = {id(p): i for i, block in enumerate(blocks) for p in block.parameters()}
+    # What several blocks share is the first one's, as in `model.parameters()`.
+    owner = {id(p): i for i in reversed(range(len(blocks))) for p in blocks[i].parameters()}
     norms, layers = set(map(id, optim.norms(model))), list[list[nn.Parameter]]()
     for _, run in groupby(model.parameters(), key=lambda p: owner.get(id(p))):
         layer = list(run)

@@ -47,6 +47,13 @@ def test_layers_of_a_sequential_are_its_entries_and_a_norm_belongs_to_the_one_be
     assert [group["lr_scale"] for group in layer_decay(model)] == [0.75**2, 0.75, 1]
 
 
+def test_a_weight_that_blocks_share_is_in_the_layer_of_the_first():
+    model = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+    model[2].weight = model[0].weight
+    found = scales(model, layer_decay(model, 0.5))
+    assert found == {"0.weight": 0.25, "0.bias": 0.25, "1.weight": 0.5, "1.bias": 0.5, "2.bias": 1}
+
+
 def test_sequentials_inside_each_other_are_opened_and_other_modules_are_blocks():
     stages = [nn.Sequential(nn.Linear(4, 4), nn.TransformerEncoderLayer(4, 1, 4)), nn.Sequential(nn.Linear(4, 1))]
     model = nn.Sequential(*stages)
