@@ -20,7 +20,7 @@ from learnerkit.metrics import libraries
 from learnerkit.metrics.by_name import OWN, OfTorchmetrics
 from learnerkit.metrics.combining import combine_states, holders_of, known_torchmetrics, moved, needs_batches
 from learnerkit.metrics.functions import SHARES
-from learnerkit.metrics.objects import Metric, metric_name, perplexity
+from learnerkit.metrics.objects import Dice, Metric, metric_name, perplexity
 from learnerkit.state import State
 from learnerkit.utils import add_note_once, listify, unbound
 from learnerkit.values import describe, map_batch, tensors_in
@@ -123,7 +123,7 @@ class Meter:
     def __init__(self, metric: Any, name: str | None = None) -> None:
         self.metric, self.name = metric, name or metric_name(metric)
         inner = unbound(metric)[0]
-        self.is_of_tokens = isinstance(inner, perplexity) or any(inner is known for known in SHARES)
+        self.is_of_tokens = isinstance(inner, perplexity | Dice) or any(inner is known for known in SHARES)
         self.columns, self._prefix = [self.name], f"{name}_" if name else ""
 
     def reset(self) -> None:
@@ -475,7 +475,7 @@ class NamedMeter(StatesMeter):
 
     def __init__(self, found: OfTorchmetrics, name: str) -> None:
         super().__init__(found.metric, name)
-        self._given = found.given
+        self._given, self.is_of_tokens = found.given, True
 
     def update(self, place: int, size: int, pred: Any, targets: tuple) -> None:
         """Update the metric with what it takes."""

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from learnerkit import Callback, DataLoaders, Learner, accuracy, distributed, perplexity
+from learnerkit import Callback, DataLoaders, Dice, Learner, accuracy, distributed, perplexity
 from learnerkit.losses import own_loss_of
 
 pytestmark = [
@@ -147,13 +147,18 @@ def test_what_is_known_of_other_models():
 @pytest.mark.parametrize("name", SHIFTED)
 def test_metrics_compare_scores_with_the_tokens_of_which_they_are(name):
     learn = make_learner(name)
-    learn.metrics = [accuracy, perplexity]
-    loss, share, perplexed = learn.validate()
+    pytest.importorskip("torchmetrics")
+    learn.metrics, learn.dls.classes = [accuracy, perplexity, Dice, "f1"], range(20)
+    loss, share, perplexed, overlap, f1 = learn.validate()
     assert perplexed == pytest.approx(math.exp(loss), rel=1e-6)
     rows = list(learn.dls.valid)
     pairs = [(learn.model(**batch).logits[:, :-1].argmax(-1), batch["labels"][:, 1:]) for batch in rows]
     right = sum(int((said == y)[y >= 0].sum()) for said, y in pairs)
     assert share == pytest.approx(right / sum(int((y >= 0).sum()) for _, y in pairs))
+    dice = Dice()
+    for said, y in pairs:
+        dice.update(F.one_hot(said.flatten(), 20), y.flatten())
+    assert (overlap, f1) == (pytest.approx(float(dice.compute())), pytest.approx(overlap))
 
 
 @pytest.mark.parametrize("name", MODELS)
