@@ -15,7 +15,7 @@ from learnerkit.data.lengths import InOrder
 from learnerkit.data.loaders import DataLoaders
 from learnerkit.data.order import first_batch, keep_seeds
 from learnerkit.data.show import DRAWN, WRONG, Table, label, note, nth, pyplot, samples_of, show
-from learnerkit.losses import loss_option
+from learnerkit.losses import loss_option, weighting_of
 from learnerkit.marks import collective
 from learnerkit.state import Learner
 from learnerkit.utils import itself
@@ -269,12 +269,17 @@ def show_results(learn: "Learner", n: int, ds_idx: int) -> Any:
     preds, targets = learn.get_preds(dl=dl)
     if not distributed.is_main():
         return None
-    decoded, classes = decode(learn.loss_func, preds, targets), dls.target_names
+    own, kept = weighting_of(learn).own, targets
+    if own is not None:  # A causal language model has no prediction for the first token.
+        preds, (kept,) = own.paired(preds, (targets,))
+    decoded, classes = decode(learn.loss_func, preds, kept), dls.target_names
     size = len(samples)
     rows, made = with_rows(preds if decoded is None else decoded, size, True), with_rows(targets, size)
     answers = [nth(rows, i, size) for i in range(size)]
     # A collate function or a callback may make the targets.
     given = [y or (nth(made, i, size),) for i, (_, y) in enumerate(samples)]
+    if kept is not targets:
+        given = [(y[1:],) for (y,) in given]
     if targets is None or decoded is None or dls.targets in DRAWN:
         notes = {} if targets is None else {"target": [note(y, dls) for y in given]}
         notes["prediction"] = [

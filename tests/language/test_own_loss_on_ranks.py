@@ -161,6 +161,17 @@ def test_metrics_compare_scores_with_the_tokens_of_which_they_are(name):
     assert (overlap, f1) == (pytest.approx(float(dice.compute())), pytest.approx(overlap))
 
 
+@pytest.mark.parametrize("name", SHIFTED)
+def test_results_show_predictions_beside_the_tokens_of_which_they_are(name):
+    learn = make_learner(name)
+    learn.dls.loaders[1] = DataLoader([{"input_ids": ids, "labels": ids} for ids in torch.arange(2, 16).view(2, 7)], 2)
+    table = learn.show_results(2)
+    for row, batch in zip(table.rows, DataLoader(learn.dls.valid.dataset, 1), strict=True):
+        said = learn.model(**batch).logits[0, :-1].argmax(-1)
+        assert row[1] == " ".join(map(str, batch["labels"][0, 1:].tolist()))
+        assert row[2] == "wrong: " + " ".join(map(str, said.tolist()))
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_one_process_is_the_plain_loop(name):
     learn, plain = make_learner(name), make_model(name).train()
