@@ -94,7 +94,8 @@ class ClassificationInterpretation:
                 "BCEWithLogitsLoss. Of other outputs a loss with a method `decode(pred)` makes classes"
                 " (errors.html#decode)"
             )
-        actual = actual.masked_fill(actual == loss_option(learn.loss_func, "ignore_index", -100), -1)
+        ignored = loss_option(weighting_of(learn).own or learn.loss_func, "ignore_index", -100)
+        actual = actual.masked_fill(actual == ignored, -1)
         return cls(learn.dls, dl, preds, actual, found, losses[0] if losses else None)
 
     def confusion_matrix(self) -> Tensor:

@@ -58,6 +58,23 @@ def test_what_the_loss_ignores_does_not_count():
         assert torch.equal(losses, found.losses[places])
 
 
+def test_what_the_models_own_loss_ignores_does_not_count():
+    class Own(nn.Linear):
+        def __init__(self):
+            super().__init__(3, 3)
+            self.loss = nn.CrossEntropyLoss(ignore_index=2)
+
+        def forward(self, x, labels=None):
+            scores = super().forward(x)
+            return scores if labels is None else (self.loss(scores, labels), scores)
+
+    _, x, y = learner()
+    data = [{"x": each, "labels": label} for each, label in zip(x, y, strict=True)]
+    own = Learner(DataLoaders(DataLoader(data, 8), DataLoader(data, 8), device="cpu"), Own())
+    counts = Interpretation.from_learner(own).confusion_matrix()
+    assert counts.sum(1).tolist() == [int((y == 0).sum()), int((y == 1).sum()), 0]
+
+
 def test_the_report_is_precision_recall_and_f1(capsys):
     learn, x, y = learner(classes=NAMES)
     found = Interpretation.from_learner(learn)
