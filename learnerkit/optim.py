@@ -520,12 +520,13 @@ def _place_of(i: int, group: dict) -> tuple[int, int]:
 
 def _key(opt: Optimizer, group: dict, name: str) -> str:
     """Return the name of the entry of a group that has a hyper-parameter."""
-    if name in group:
+    if name in group and not isinstance(group[name], tuple):
         return name
     if name == "momentum" and "betas" in group:
         return "betas"
-    known = sorted(k for k in group if k not in ("params", *NOTES))
-    near = did_you_mean(name, [*known, *(["momentum"] if "betas" in group else [])], cutoff=0.5)
+    known = sorted(k for k, value in group.items() if k not in ("params", *NOTES) and not isinstance(value, tuple))
+    known += ["momentum"] * ("betas" in group)  # which is the first of them
+    near = did_you_mean(name, known, cutoff=0.5)
     raise ValueError(f"{type(opt).__name__} has no hyper-parameter {name!r}; it has {known}{near}")
 
 

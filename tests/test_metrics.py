@@ -153,6 +153,8 @@ def test_pixels_that_do_not_count_are_left_out():
             Dice(wrong)
     with pytest.raises(ValueError, match=r"iou is of the classes \[7\], and the predictions have 3"):
         IoU(7).update(torch.zeros(1, 3, 2, 2), torch.zeros(1, 2, 2, dtype=torch.int64))
+    with pytest.raises(RuntimeError, match="out of bounds"):  # class 3 of three, which was left out without a word
+        Dice().update(torch.zeros(1, 3, 2, 2), torch.full((1, 2, 2), 3))
 
 
 def test_dice_takes_one_logit_for_each_pixel():

@@ -1022,6 +1022,8 @@ def test_momentum_means_the_first_of_betas_too():
         optim.set_hyper(adam, "mom", 0.8)
     with pytest.raises(ValueError, match="Adagrad has no hyper-parameter 'momentum'"):
         optim.set_hyper(plain, "momentum", 0.8)
+    with pytest.raises(ValueError, match=r"Adam has no hyper-parameter 'betas'; it has \[.*'momentum'\]"):
+        optim.set_hyper(adam, "betas", 0.8)
 
 
 # Freezing

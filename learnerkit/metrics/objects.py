@@ -227,9 +227,9 @@ class Dice(Metric):
         counted = counted.flatten()
 
         def tally(numbers: Tensor, among: Tensor) -> Tensor:
-            # What does not count goes to place n, which is left out: to select would wait for the device.
-            places = torch.where(among, numbers, n)
-            return places.new_zeros(n + 1).scatter_add_(0, places, torch.ones_like(places))[first:n]
+            # What does not count goes to place 0, which is left out: to select would wait for the device.
+            places = torch.where(among, numbers + 1, 0)
+            return places.new_zeros(n + 1).scatter_add_(0, places, torch.ones_like(places))[first + 1 :]
 
         met = tally(predicted, counted & (predicted == actual))
         self.tallies = self.tallies + torch.stack([met, tally(predicted, counted), tally(actual, counted)])
