@@ -286,10 +286,14 @@ class Dispatch:
     Args:
         cbs: the learner's own list, so that callbacks added in mid-run are seen.
         fitting: whether callbacks marked `only_fit` take part.
+
+    Attributes:
+        cancel: an exception of a hook of `after_batch` that is raised after the last hook.
     """
 
     def __init__(self, cbs: list[Callback], fitting: bool) -> None:
         self.cbs, self.fitting = cbs, fitting
+        self.cancel: BaseException | None = None
         self.training = True
         self._is_main = distributed.is_main()  # asked once: outside of a process group it reads the environment
         self._owed: list[list] = []
@@ -355,7 +359,6 @@ class Dispatch:
         A cancel in `after_batch` that is not known to other ranks is raised after the last hook, so that all callbacks
         get the event of a batch that was trained on.
         """
-        cancel = None
         for cb, hook in self.table[event]:
             try:
                 hook()
@@ -363,12 +366,12 @@ class Dispatch:
                 raised_in(e, event, repr(cb))
                 if event != "after_batch" or not isinstance(e, CancelException) or ending_of(e).agreed:
                     raise
-                cancel = cancel or e
-        if cancel is not None:
+                self.cancel = self.cancel or e
+        if self.cancel is not None:
             try:
-                raise cancel
+                raise self.cancel
             finally:
-                del cancel  # its traceback refers to this frame
+                self.cancel = None  # its traceback refers to this frame
 
     def __enter__(self) -> "Dispatch":
         """Open a level; at its end, the cleanups of the callbacks that its `before_*` event has reached run."""

@@ -20,7 +20,9 @@ from learnerkit import (
     BatchTransform,
     Callback,
     CancelBatchException,
+    CancelEpochException,
     CancelStepException,
+    CancelTrainException,
     CheckpointCallback,
     DataLoaders,
     EarlyStoppingCallback,
@@ -200,6 +202,18 @@ class Logs(Callback):
 
     def load_state_dict(self, state):
         self.count = state["count"]
+
+
+class CutShort(Callback):
+    """Ends the training of each epoch after its third batch."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self._kind = kind
+
+    def after_batch(self):
+        if self.training and self.iter == 2:
+            raise self._kind
 
 
 class Carries(Callback):
@@ -427,6 +441,8 @@ JOBS = {
     ),
     "mixing": job(cbs=lambda: [BatchTransform(noise, valid=True), MixUp(), MixUp(1.0)]),
     "cancels": job(cbs=lambda: [Logs()]),
+    "cut short": job(cbs=lambda: [CutShort(CancelTrainException)]),
+    "cut short, no validation": job(cbs=lambda: [CutShort(CancelEpochException)]),
     "carried": job(cbs=lambda: [Carries()]),
     "several optimizers": job(cls=Two, lr=0.05, fit=lambda learn: learn.fit_one_cycle(EPOCHS)),
     "torch's schedulers": job(cbs=lambda: [

@@ -298,7 +298,8 @@ class TorchScheduler(Callback):
 
     Args:
         make: a function of the optimizer that returns the scheduler: `lambda opt: StepLR(opt, 10)`.
-        step: when the scheduler steps: after each optimizer step ('batch') or after each epoch ('epoch').
+        step: when the scheduler steps: after each optimizer step, also one that a callback cancels ('batch'), or after
+            each epoch ('epoch').
         monitor: the column of the table given to its `step`, as `torch.optim.lr_scheduler.ReduceLROnPlateau` needs it.
 
     Raises:

@@ -206,7 +206,8 @@ class MCDropout(Callback):
 
     Monte Carlo dropout (Gal and Ghahramani, https://arxiv.org/abs/1506.02142). Stack what several passes of
     `get_preds(probs=True, cbs=MCDropout())` return: the mean over them is the prediction, and their standard deviation
-    a measure of its uncertainty. It acts on the modules `nn.Dropout`, `nn.Dropout2d` and the like.
+    a measure of its uncertainty. It acts on the modules `nn.Dropout`, `nn.Dropout2d` and the like. `Learner.predict`
+    restores the random generators, so that its passes are alike.
 
     Raises:
         ValueError: the model has none of them, in a run.

@@ -33,7 +33,7 @@ from learnerkit.checkpoints.storage import (
     manifest_of,
 )
 from learnerkit.endings import mark
-from learnerkit.events import CancelFitException, FitDone
+from learnerkit.events import CancelEpochException, CancelFitException, CancelTrainException, FitDone
 from learnerkit.files import MANIFEST, CheckpointError, remove
 from learnerkit.marks import collective, not_collective
 from learnerkit.processes.rank_main import end_at_once
@@ -410,8 +410,12 @@ class CheckpointCallback(StepCounter):
         # Gradients may also be kept as zeros, and those of parameters beside the optimizer are never cleared.
         grads = [local(p.grad) for p in optim.parameters_of(learn.opts) if p.grad is not None]
         kept = any(bool(grad.to_dense().any()) for grad in grads)
-        if distributed.reduce(int(kept), "max"):
-            # A callback accumulates gradients over several batches: the checkpoint waits for the end of that step.
+        agreement, dispatch = learn._agreement, learn._dispatch
+        cancel = dispatch.cancel if agreement is None else agreement.pending
+        ends = isinstance(cancel, CancelTrainException | CancelEpochException)
+        if distributed.reduce(int(kept or ends), "max"):
+            # A callback accumulates gradients over several batches: the checkpoint waits for the end of that step. Or
+            # one ends the training after this batch, and a run that goes on here would train on the next.
             return
         if self._saved_at < steps - (asked == SAVE and learn.n_ranks > 1 and not is_due):
             self._save(TRAIN)

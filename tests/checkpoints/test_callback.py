@@ -43,6 +43,7 @@ from resume_jobs import (
     Logs,
     Order,
     Send,
+    _KillBefore,
     different,
     make,
     outcome,
@@ -157,6 +158,14 @@ def test_t10_inside_an_accumulated_step_nothing_is_saved(name, tmp_path, whole):
         died = finished(make(name, folder, Kill(at)), name)
         ended = finished(make(name, folder, resume=True, every=1000), name, died["order"])
         assert different(whole(name), ended) == []
+
+
+@pytest.mark.parametrize("name", ["cut short", "cut short, no validation"])
+def test_after_the_batch_that_ends_the_training_of_an_epoch_nothing_is_saved_in_it(name, tmp_path, whole):
+    died = finished(make(name, tmp_path, _KillBefore(3), every=3), name)
+    ended = finished(make(name, tmp_path, resume=True, every=3), name, died["order"])
+    assert len(died["order"]) == 3
+    assert different(whole(name), ended) == []
 
 
 class Means(Callback):

@@ -9,7 +9,16 @@ from helpers import make_classes, make_data, make_learner, make_model, weights
 from resume_jobs import Carries, different
 from torch import nn
 
-from learnerkit import EMA, Callback, CheckpointCallback, DataLoaders, SplitBatch, distributed, set_seed
+from learnerkit import (
+    EMA,
+    Callback,
+    CancelTrainException,
+    CheckpointCallback,
+    DataLoaders,
+    SplitBatch,
+    distributed,
+    set_seed,
+)
 
 pytestmark = pytest.mark.ranks(2, soak=[3])
 
@@ -75,6 +84,20 @@ def test_batches_in_parts_give_the_same_bits(tmp_path):
     whole = fit(tmp_path / "whole", dls, SplitBatch(2), **options)
     again = fit(only(tmp_path / "whole", "fit0-epoch1-step4", tmp_path / "again"), dls, SplitBatch(2), **options)
     assert different(weights(whole.model), weights(again.model)) == []
+
+
+def test_after_the_batch_that_ends_the_training_of_an_epoch_nothing_is_saved_in_it(tmp_path):
+    dls = lambda: DataLoaders.from_datasets(make_data(24), bs=4, device="cpu")  # noqa: E731
+    for ranks in ({0, 1, 2}, {1}):  # who cancels, after step 4
+
+        def cancel(cb):
+            if cb.training and cb.iter == 1 and distributed.rank() in ranks:  # noqa: B023
+                raise CancelTrainException
+
+        folder = tmp_path / str(len(ranks))
+        fit(folder, dls, Callback(after_batch=cancel))
+        distributed.barrier()
+        assert [path.name for path in folder.glob("fit0-epoch?-step?")] == []
 
 
 class NoisyGradients(Callback):
