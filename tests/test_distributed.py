@@ -149,6 +149,18 @@ def test_collectives_combine_the_values_of_all_ranks():
             distributed.broadcast(1, src)
     assert distributed.broadcast({"from": rank}) == {"from": 0}
     assert distributed.broadcast(torch.tensor(rank)).item() == 0
+    # Only memory is sent, in whatever order the values lie there, and of the types that gloo knows.
+    square = torch.arange(4.0).reshape(2, 2)
+    turned = square.t().contiguous().t() if rank else square
+    assert torch.equal(distributed.broadcast(turned + rank), square)
+    assert torch.equal(distributed.reduce(turned), n * square)
+    for values in (torch.tensor([-3, 7], dtype=torch.int16), torch.ones(2).to(torch.float8_e5m2)):
+        assert distributed.broadcast(values).tolist() == values.tolist()
+        assert [t.tolist() for t in distributed.all_gather(values)] == [values.tolist()] * n
+    assert torch.equal(distributed.all_gather(torch.tensor([1 + 2j]).conj())[0], torch.tensor([1 - 2j]))
+    for most in (torch.tensor(200, dtype=torch.uint8), torch.tensor(60000.0, dtype=torch.float16)):
+        assert distributed.reduce(most, "mean").item() == most.item()
+    assert distributed.reduce(0.1 + 0.2j, "mean") == pytest.approx(0.1 + 0.2j, rel=1e-15)
     pieces = [(i, torch.full((i % 3, 2), i)) for i in range(7) if i % n == rank]
     whole = distributed.gather_pieces(pieces)
     assert [t.shape[0] for t in whole] == [i % 3 for i in range(7)]
@@ -179,11 +191,16 @@ def test_rank_0_goes_first_and_its_error_reaches_the_others():
 
     assert second("second", suffix="!") == (distributed.rank() > 0)
 
-    def fails():
+    def fails(suffix=""):
         raise OSError("no such host")
 
-    with raises(OSError if distributed.is_main() else RuntimeError, "no such host"):
-        rank0_first(fails)
+    for call, who in (
+        (lambda: rank0_first(fails), "rank 0"),
+        (lambda: rank0_first(per_node=True)(fails)(suffix="!"), "the first rank of this machine"),
+    ):
+        said = "no such host" if distributed.is_main() else f"{who} failed in rank0_first(fails): OSError: no such host"
+        with raises(OSError if distributed.is_main() else RuntimeError, said):
+            call()
     assert on_rank0(lambda: distributed.rank())() == (0 if distributed.is_main() else None)
 
 

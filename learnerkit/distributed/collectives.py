@@ -32,10 +32,18 @@ from learnerkit.distributed.meeting import await_all, count_call, group, join, s
 from learnerkit.endings import may_follow
 from learnerkit.marks import collective
 from learnerkit.torch_internals import CollectiveRefusal
+from learnerkit.utils import unbound
 from learnerkit.values import TensorFunction, digests
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+_SENT = (
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex128, torch.complex64,
+    torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool,
+)  # fmt: skip
+"""The types of tensors that gloo sends; others are sent as these, bit by bit."""
+_CARRIERS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
 
 # The mean is the sum, divided at the end.
 _OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -45,6 +53,17 @@ def _wire(x: Tensor) -> Tensor:
     """Return `x` on a device of the process group: unchanged, or on the accelerator if the group has no CPU."""
     backends = dist.get_backend_config() if x.device.type == "cpu" else ""
     return x.to(default_device()) if backends and "cpu" not in backends else x
+
+
+def _own_copy(x: Tensor) -> Tensor:
+    """Return a copy of `x` to send, in a row: the ranks pair memory, in which a transposed tensor has another order."""
+    copy = _wire(x.detach()).clone()
+    return copy.contiguous() if copy.layout is torch.strided else copy
+
+
+def _sendable(x: Tensor) -> Tensor:
+    """Return the same memory as a tensor of a type that can be sent."""
+    return x if x.dtype in _SENT else x.view(_CARRIERS[x.itemsize])
 
 
 _refusal: ContextVar[Callable[[str], RuntimeError] | None] = ContextVar("refusal", default=None)
@@ -194,14 +213,20 @@ def reduce(x: T, op: str = "sum", among: str = "") -> T:
         raise ValueError(f"reduce got op={op!r}; it takes 'sum', 'mean', 'max' or 'min'")
     if not _has_peers("reduce"):
         return x
-    local = x if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.float64 if isinstance(x, float) else None)
-    total: Any = _wire(local.detach()).clone()
-    if total.dtype == torch.bool and op in ("sum", "mean"):
+    wide = torch.float64 if isinstance(x, float) else torch.complex128 if isinstance(x, complex) else None
+    local = x if isinstance(x, Tensor) else torch.tensor(x, dtype=wide)
+    total: Any = _own_copy(local)
+    if op == "mean" and total.itemsize < 4:
+        total = total.float() if total.is_floating_point() else total.long()  # A sum may be too large for the type.
+    elif total.dtype == torch.bool and op == "sum":
         total = total.long()  # The sum of truth values is their "or".
     with _explained("reduce"):
         dist.all_reduce(total, _OPS[op], group(among, total.device.type))
     result = total.to(local.device) if isinstance(x, Tensor) else total.item()
-    return result / world_size() if op == "mean" else result
+    if op != "mean":
+        return result
+    mean = result / world_size()
+    return mean.to(x.dtype) if isinstance(x, Tensor) and x.is_floating_point() else mean
 
 
 @collective
@@ -222,8 +247,8 @@ def broadcast(x: T, src: int = 0, among: str = "") -> T:
         return x
     with _explained("broadcast"):
         if isinstance(x, Tensor):
-            copy: Any = _wire(x.detach()).clone()
-            dist.broadcast(copy, src, group(among, copy.device.type))
+            copy: Any = _own_copy(x)
+            dist.broadcast(_sendable(copy), src, group(among, copy.device.type))
             return copy.to(x.device)
         box = [x]
         dist.broadcast_object_list(box, src, group(among))
@@ -291,9 +316,9 @@ def all_gather(x: T, among: str = "") -> list[T]:
         if isinstance(x, Tensor):
             if x.requires_grad and torch.is_grad_enabled():
                 return list(_Gathered.apply(x)) if x.ndim else [part[0] for part in _Gathered.apply(x[None])]
-            local = _wire(x.detach()).contiguous()
+            local = _wire(x.detach()).resolve_conj().resolve_neg().contiguous()
             parts: list = [torch.empty_like(local) for _ in range(world_size())]
-            dist.all_gather(parts, local, group(among, local.device.type))
+            dist.all_gather([*map(_sendable, parts)], _sendable(local), group(among, local.device.type))
             return [p.to(x.device) for p in parts]
         everyone: list = [None] * world_size()
         dist.all_gather_object(everyone, x, group(among))
@@ -410,7 +435,8 @@ def rank0_first(f: Callable[..., T] | None = None, *args: Any, per_node: bool = 
     store().wait([key], timedelta(days=7))
     failure = store().get(key).decode()
     if failure:
-        raise RuntimeError(f"rank 0 failed in rank0_first({getattr(f, '__name__', f)}): {failure}")
+        first = "the first rank of this machine" if per_node else "rank 0"
+        raise RuntimeError(f"{first} failed in rank0_first({getattr(unbound(f)[0], '__name__', f)}): {failure}")
     return f(*args, **kwargs)
 
 
