@@ -1747,6 +1747,8 @@ class Learner(RunState):
         if state["opt"] is not None:
             self._make_opt()
         self._resumes = run_state.load_state_dict(self, state)
+        if state["opt"] is None and self.task is None:  # it was taken before the first fit, which makes the optimizer
+            self.opt, self._left_out = None, (None, [])
 
     @staticmethod
     def _read_saved(file: AnyPath | BinaryIO, device: Any) -> Saved:

@@ -132,6 +132,16 @@ def test_what_is_loaded_between_fits_is_there_at_once():
     assert again.recorder.losses == first.recorder.losses
 
 
+def test_a_state_from_before_the_first_fit_has_no_optimizer():
+    learn = make()
+    state = copy.deepcopy(learn.state_dict())
+    learn.fit(1, 0.1)
+    losses = learn.recorder.losses
+    learn.load_state_dict(state)
+    learn.fit(1, 0.1)
+    assert learn.recorder.losses == losses
+
+
 def test_a_run_is_rolled_back_in_the_middle_of_a_fit():
     weights = []
 
