@@ -7,6 +7,7 @@ it, `DriftCheck` compares it between ranks, and `check_distributed` copies it.
 import copy
 import inspect
 import math
+import random
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -525,11 +526,9 @@ def put_rest(learn: "Learner", state: Mapping[str, Any], name: str = "the state"
         data = rank.get("data", {})
         for place, part, name in [*_data_generators(learn.dls.loaders)]:
             if place in data:
-                if vars(part)[name] is None:  # some make it when it is first used
-                    vars(part)[name] = torch.Generator()
                 # It may be of another kind, or on another device, than when it was saved.
                 with suppress(TypeError, ValueError, RuntimeError):
-                    set_generator_state(vars(part)[name], data[place])
+                    _put_generator(part, name, data[place])
     else:  # the state has no such rank
         seed = seeds.stream_seed(rank["seed"], distributed.rank())
         distributed.set_seed(seeds.stream_seed(seed, state["counters"]["train_iter"]))
@@ -552,8 +551,23 @@ def _put_callback(cb: Callback, state: State) -> None:
             on_device = name in own.get("on_device", ())
             _put_attribute(cb, name, to_device(value, cb.learn.dls.device) if on_device else value)
     for name, value in own.get("generators", {}).items():
-        if isinstance(vars(cb).get(name), GENERATORS):
-            set_generator_state(vars(cb)[name], value)
+        is_free = vars(cb).get(name) is None and name not in _NOT_STATE and not callable(getattr(type(cb), name, None))
+        if is_free or isinstance(vars(cb).get(name), GENERATORS):
+            _put_generator(cb, name, value)
+
+
+def _put_generator(owner: Any, name: str, state: Any) -> None:
+    """Set the state of an attribute that is a random generator, or that its owner makes when it is first used."""
+    generator = vars(owner).get(name)
+    if generator is None:
+        if isinstance(state, Tensor):
+            generator = torch.Generator()
+        elif isinstance(state, Mapping):
+            generator = np.random.default_rng()
+        else:
+            generator = np.random.RandomState() if isinstance(state[0], str) else random.Random()
+    set_generator_state(generator, state)
+    object.__setattr__(owner, name, generator)
 
 
 def _put_attribute(owner: Any, name: str, value: Any) -> None:

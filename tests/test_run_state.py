@@ -2,6 +2,7 @@
 
 import copy
 import io
+import random
 
 import numpy as np
 import pytest
@@ -204,6 +205,51 @@ class Mask:
         self.generator = self.generator or torch.Generator().manual_seed(5)
         x, y = torch.utils.data.default_collate(samples)
         return x * torch.rand(x.shape, generator=self.generator), y
+
+
+class Late(TensorDataset):
+    """Makes its generator when it first draws."""
+
+    def __init__(self, make, *tensors):
+        super().__init__(*tensors)
+        self.make, self.rng = make, None
+
+    def __getitem__(self, i):
+        self.rng = self.rng or self.make(3)
+        x, y = super().__getitem__(i)
+        return x + (self.rng.uniform(0, 1) if hasattr(self.rng, "uniform") else torch.rand((), generator=self.rng)), y
+
+
+class LateFactor(Callback):
+    """Multiplies the loss by draws of a generator that it makes when it first draws."""
+
+    def __init__(self, make):
+        self.make = make
+
+    def after_loss(self):
+        if self.training:
+            if not hasattr(self, "own"):
+                self.own = self.make(4)
+            u = self.own.uniform(0, 1) if hasattr(self.own, "uniform") else torch.rand((), generator=self.own)
+            self.learn.loss_grad = self.loss_grad * u
+
+
+@pytest.mark.parametrize(
+    "make", [lambda s: torch.Generator().manual_seed(s), random.Random, np.random.default_rng, np.random.RandomState]
+)
+def test_generators_that_are_made_when_they_are_first_used_go_on(make):
+    def drawing():
+        dls = DataLoaders(DataLoader(Late(make, *make_data(12).tensors), 4), device="cpu")
+        return make_learner(dls, cbs=LateFactor(make))
+
+    learn, file = drawing(), io.BytesIO()
+    learn.fit(1)
+    torch.save(learn.state_dict(), file)
+    learn.fit(1)
+    again = drawing()
+    again.load_state_dict(torch.load(io.BytesIO(file.getvalue()), weights_only=True))
+    again.fit(1)
+    assert again.recorder.losses == learn.recorder.losses
 
 
 class Jitter(Callback):
