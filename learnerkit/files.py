@@ -41,6 +41,7 @@ from learnerkit.state import Learner
 from learnerkit.stores.paths import AnyPath, StorePath, any_path
 from learnerkit.text import first_few, printable
 from learnerkit.torch_internals import loads_itself
+from learnerkit.values import in_a_row
 
 T = TypeVar("T")
 
@@ -449,7 +450,7 @@ def tensor_file(tensors: Mapping[str, Tensor], notes: Mapping[str, str] | None =
 
 def _memory(tensor: Tensor) -> list[Buffer]:
     """Return the memory of a tensor, or nothing if it is empty."""
-    memory: Any = tensor.reshape(-1).view(torch.uint8).numpy() if tensor.nbytes else None
+    memory: Any = in_a_row(tensor).view(torch.uint8).numpy() if tensor.nbytes else None
     return [] if memory is None else [memoryview(memory)]
 
 

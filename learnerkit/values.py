@@ -142,10 +142,14 @@ def digests(tensors: Iterable[Tensor]) -> list[int]:
     return [next(numbers[t.device]) % 2**64 for t in tensors]
 
 
+def in_a_row(t: Tensor) -> Tensor:
+    """Return a tensor's values as a row without gaps, so that it can be viewed as bytes; a copy only if it has gaps."""
+    return t.contiguous().as_strided((t.numel(),), (1,))  # of one value any stride is "contiguous"
+
+
 def _words(t: Tensor) -> Tensor:
     """Return the bits of a tensor as a row of integers of at most 32 bits."""
-    row = t.resolve_conj().resolve_neg().reshape(-1)
-    return row.view({1: torch.uint8, 2: torch.int16}.get(t.itemsize, torch.int32))
+    return in_a_row(t.resolve_conj().resolve_neg()).view({1: torch.uint8, 2: torch.int16}.get(t.itemsize, torch.int32))
 
 
 def _weighted_sum(words: Tensor, weights: Tensor) -> Tensor:

@@ -61,6 +61,13 @@ def test_the_order_of_values_counts(dtype):
     assert digest(opposite) != digest(opposite[[2, 1, 0, 3]])
 
 
+@pytest.mark.parametrize("dtype", [*INTEGERS, *FLOATS], ids=str)
+def test_where_the_values_lie_does_not_count(dtype):
+    table = torch.arange(12).reshape(4, 3).to(dtype)
+    for t in (table[:, 0], table[:1, 1], table.t(), table[0, :1].expand(5)):
+        assert digest(t) == digest(t.clone(memory_format=torch.contiguous_format))
+
+
 def test_changes_that_a_sum_with_rising_weights_would_miss():
     t = torch.zeros(64, dtype=torch.int32)
     changed = t.clone()

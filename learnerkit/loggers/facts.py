@@ -18,6 +18,7 @@ from torch.utils.data import Dataset
 from learnerkit.data.batches import loader_len
 from learnerkit.files import on_host
 from learnerkit.text import escaped
+from learnerkit.values import in_a_row
 
 _BYTES = 2**24  # the most bytes of a tensor or an array
 _ITEMS = 1000  # the most items of a list
@@ -112,5 +113,5 @@ def _some_bytes(value: Tensor | np.ndarray) -> bytes:
     flat = rows.reshape(-1)
     flat = flat[:: flat.nbytes // _BYTES + 1]
     if isinstance(flat, Tensor):
-        flat = on_host(flat).view(torch.uint8).numpy()
+        flat = in_a_row(on_host(flat)).view(torch.uint8).numpy()
     return flat.tobytes()
