@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from io import TextIOBase
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -164,7 +165,8 @@ def place_of(learn: "Learner", file: File) -> AnyPath | BinaryIO:
     """
     name = name_or_any_path(file) if isinstance(file, str | Path | StorePath) else file
     if not isinstance(name, str):
-        if isinstance(name, Path | StorePath) or hasattr(name, "write") or hasattr(name, "read"):
+        is_open = (hasattr(name, "write") or hasattr(name, "read")) and not isinstance(name, TextIOBase)
+        if is_open or isinstance(name, Path | StorePath):
             return name
         raise TypeError(f"got file={file!r}; it is a name, a path, or a file open in binary mode")
     if not name.endswith(SAFETENSORS):
@@ -256,6 +258,11 @@ def replacing(file: AnyPath) -> Iterator[Path]:
             raise CheckpointError(f"{file} cannot be written: {e}") from e
         return
     file = file.resolve()  # A symbolic link stays, and leads to what is written.
+    if file.exists() and not (file.is_file() or file.is_dir()):
+        raise CheckpointError(
+            f"{file} is no regular file (a device, a pipe, or the like), and a new file would take its place: give "
+            "another path, or the file open for writing in binary mode"
+        )
     temporary = temporary_name(file)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

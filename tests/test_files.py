@@ -273,12 +273,22 @@ def test_an_open_file_at_its_end_is_told_to_go_back():
     learn.load(file)
 
 
-@pytest.mark.parametrize("file", [None, 3, b"name"])
+@pytest.mark.parametrize("file", [None, 3, b"name", StringIO()])
 def test_what_is_no_file_is_refused(file):
     learn = make_learner()
     for method in (learn.save, learn.load):
         with pytest.raises(TypeError, match="it is a name, a path, or a file open in binary mode"):
             method(file)
+
+
+def test_what_is_no_regular_file_is_not_replaced(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("pipe", "pipe.safetensors"):
+        (tmp_path / "pipe").rename(tmp_path / name)
+        with raises(CheckpointError, f"{name} is no regular file", "give another path, or the file open"):
+            make_learner().save(tmp_path / name)
+        assert (tmp_path / name).is_fifo()
+        (tmp_path / name).rename(tmp_path / "pipe")
 
 
 @pytest.mark.parametrize("scaler", [{}, {"mean": 1.0, "scale": 2.0}, 3.0])  # {}: of a scaler that was switched off
