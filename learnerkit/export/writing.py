@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from importlib.util import find_spec
 from inspect import Parameter, signature
+from keyword import iskeyword
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,7 @@ def _write_traced(learn: "Learner", path: AnyPath) -> None:
     facts = facts_of(learn, kwargs or None)
     safe_name = f"{path.stem}{files.SAFETENSORS}"
     names = list(kwargs) or input_names(learn, len(args))
+    _check_inputs(facts.model, dict(zip(names, kwargs.values() or args, strict=True)), size, safe_name)
     with predicting(learn, names) as predictor:
         program = programs.traced(predictor, args, kwargs, size, safe_name)
         # Checks on all samples, and on one, find programs that hold for the example's number of samples alone.
@@ -144,6 +146,28 @@ def _write_traced(learn: "Learner", path: AnyPath) -> None:
             if isinstance(first, Mapping) and all(isinstance(t, Tensor) for t in first.values()):
                 outputs = list(first)
             _write_onnx(program, facts, path, axes, outputs, check)
+
+
+def _check_inputs(model: str, inputs: Mapping[str, Any], size: int, safe_name: str) -> None:
+    """Refuse inputs that a program cannot have: by names that are none in Python, and a text for each sample.
+
+    Raises:
+        CheckpointError: there is one.
+    """
+    why = ""
+    for name, value in inputs.items():
+        if not name.isidentifier() or iskeyword(name):
+            why = f"its input {name!r} has a name that is none of an argument in Python; rename the entry of the batch"
+        elif isinstance(value, list | tuple) and len(value) in (1, size) and all(isinstance(x, str) for x in value):
+            why = (
+                f"its input {name!r} is a list of texts, one for each sample, of which a program takes no other "
+                "number; name it in DataLoaders(ignore_keys=...) if the model does not need it"
+            )
+    if why:
+        raise CheckpointError(
+            f"torch.export cannot take {model}: {why}. Its weights alone can always be exported: "
+            f"learn.export({safe_name!r}) (errors.html#export)"
+        )
 
 
 def input_names(learn: "Learner", n: int) -> list[str]:

@@ -19,6 +19,7 @@ from helpers import (
     make_learner,
     make_model,
     mostly_soak,
+    raises,
     same_weights,
     state_of,
 )
@@ -278,6 +279,24 @@ def test_what_torch_cannot_export_is_said_first_and_an_old_file_stays(what, mess
     assert Path("models/odd.pt2").read_text() == "old"
     assert len(list(Path("models").iterdir())) == 1
     learn.export("odd.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [("a-b", torch.ones(2), "its input 'a-b' has a name that is none of an argument in Python"),
+     ("class", torch.ones(2), "its input 'class' has a name that is none of an argument in Python"),
+     ("note", "x", "its input 'note' is a list of texts, one for each sample")],
+)  # fmt: skip
+@pytest.mark.parametrize("size", [1, 3])
+def test_inputs_that_a_program_cannot_have_are_named(name, value, why, size):
+    class Takes(nn.Linear):
+        def forward(self, x, **others):
+            return super().forward(x)
+
+    data = [{"x": torch.ones(4), name: value, "labels": 0} for _ in range(4)]
+    learn = make_learner(DataLoaders(DataLoader(data, size), device="cpu"), Takes(4, 2), nn.CrossEntropyLoss())
+    with raises(CheckpointError, f"torch.export cannot take Takes: {why}", "learn.export('a.safetensors')"):
+        learn.export("a.pt2")
 
 
 class Pairs(nn.Module):
