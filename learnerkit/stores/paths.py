@@ -214,7 +214,8 @@ def any_path(path: str | Path) -> AnyPath:
 
 def is_hidden(path: str | Path, folder: Path) -> bool:
     """Tell whether a file in a folder is hidden, or in a hidden folder within it: its name begins with a dot."""
-    return f"{os.sep}." in str(path)[len(str(folder)) :]
+    inside = str(path).removeprefix(f"{folder}{os.sep}")  # pathlib leaves out the folder '.'
+    return f"{os.sep}." in f"{os.sep}{inside}"
 
 
 def local_folder(path: str | Path) -> Path:

@@ -1,5 +1,6 @@
 """Places in object stores, told from paths by their URLs."""
 
+import os
 from pathlib import Path
 
 import fsspec
@@ -9,7 +10,7 @@ from helpers import make_learner
 from PIL import Image
 
 from learnerkit import CheckpointCallback, CSVLogger, ImageData, TextData
-from learnerkit.stores.paths import StoreError, StorePath, any_path, local_folder
+from learnerkit.stores.paths import StoreError, StorePath, any_path, is_hidden, local_folder
 
 
 @pytest.fixture
@@ -122,3 +123,10 @@ def test_a_folder_that_is_empty_or_has_a_name_that_leads_out_is_refused(store, t
     with pytest.raises(StoreError, match=r"single\.txt: .*it is an object, and no folder"):
         local_folder("memory://single.txt")
     assert [*tmp_path.rglob("*")] == []
+
+
+@pytest.mark.parametrize("folder", ["/", "/data", ".", "..", ".data"])
+def test_a_file_is_hidden_within_its_folder_alone(folder):
+    for name, hidden in ((".a.txt", True), (".b/a.txt", True), ("b/.a.txt", True), ("b/a.b.txt", False), ("a", False)):
+        assert is_hidden(Path(folder, name), Path(folder)) is hidden
+        assert is_hidden(os.path.join(folder, name), Path(folder)) is hidden
