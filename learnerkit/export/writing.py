@@ -44,7 +44,7 @@ def exported_path(fname: Any, folder: Path) -> AnyPath:
     Raises:
         TypeError, ValueError: no name, or the suffix of another format.
     """
-    if not isinstance(fname, str | Path):
+    if not isinstance(fname, str | AnyPath):
         raise TypeError(f"got fname={fname!r}; it is a name, a path or a URL")
     fname = name_or_any_path(fname)
     path = folder / fname if isinstance(fname, str) else fname

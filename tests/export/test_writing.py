@@ -229,6 +229,7 @@ def test_names_say_what_is_written(tmp_path):
     with pytest.raises(ValueError, match="whose end says no format"):
         learn.export(Path("a"))
     assert load_learner(str(learn.export(f"{tmp_path}/there/a.safetensors")), make_model).path == Path(".")
+    assert load_learner(learn.export("memory://there/a.safetensors"), make_model).path == Path(".")
     with pytest.raises(ValueError, match="got 'net.onxx', whose end is none of .*; did you mean '.onnx'"):
         learn.export("net.onxx")
     with pytest.raises(ValueError, match="has no '..'"):
