@@ -37,7 +37,7 @@ def get_options() -> dict[str, Any]:
         "deterministic": (deterministic, torch.is_deterministic_algorithms_warn_only_enabled()),
         "matmul": torch.get_float32_matmul_precision(),
         "anomaly": (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
-        "cudnn": (torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32),
+        "cudnn": {name: getattr(torch.backends.cudnn, name) for name in ("benchmark", "deterministic", "allow_tf32")},
     }
 
 
@@ -51,7 +51,8 @@ def set_options(options: Mapping[str, Any]) -> None:
         torch.use_deterministic_algorithms(chosen[0], warn_only=chosen[1])
     torch.set_float32_matmul_precision(options["matmul"])
     torch.set_anomaly_enabled(*options["anomaly"])
-    torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32 = options["cudnn"]
+    for name, value in options["cudnn"].items():
+        setattr(torch.backends.cudnn, name, value)
 
 
 def get_random_states() -> tuple:

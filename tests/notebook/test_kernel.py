@@ -543,7 +543,9 @@ def test_settings_of_the_kernels_process_count_in_workers(kernel):
 import sys
 found = []
 def look(cb):
-    found.append((torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), os.environ.get("SET_LATE")))
+    cudnn = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    found.append((torch.get_default_dtype(), deterministic, cudnn, os.environ.get("SET_LATE")))
 learn = make_learner()
 learn.dls = DataLoaders.from_datasets([(x.double(), y) for x, y in Points(64)], bs=16)
 learn.model.double()
@@ -556,11 +558,13 @@ with learn.distrib_ctx(nproc=2):
         import late_module
         learn.add_cb(Callback(after_epoch=late_module.hook))
         set_seed(1, reproducible=True)
+        torch.backends.cudnn.deterministic = True
         torch.set_default_dtype(torch.float64)
         learn.fit(1, cbs=Callback(before_fit=look))
     finally:
         torch.set_default_dtype(torch.float32)
         torch.use_deterministic_algorithms(False)
+        torch.backends.cudnn.deterministic = False
     def fails(row):
         raise OSError("the disk is full")
     learn.logger = fails
@@ -571,7 +575,7 @@ with learn.distrib_ctx(nproc=2):
         learn.logger = lambda row: None
     learn.fit(2)
     assert learn.n_epoch == 2
-assert found == [(torch.float64, True, "yes")], found
+assert found == [(torch.float64, True, (True, False), "yes")], found
 """)
     assert shown.error == "", shown.traceback
 
