@@ -242,7 +242,7 @@ def own_loss_of(model: nn.Module) -> OwnLoss:
     model = unwrap(model)
     method: Any = getattr(type(model), "forward", None)  # the class of a scripted model has none
     forward = inspect.unwrap(method)
-    parameters, code = _parameters(forward), getattr(forward, "__code__", None)
+    parameters, code = arguments_of(forward), getattr(forward, "__code__", None)
     takes_count = _COUNT in parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     indices = {m.ignore_index for m in model.modules() if isinstance(m, nn.CrossEntropyLoss | nn.NLLLoss)}
@@ -259,7 +259,7 @@ def own_loss_of(model: nn.Module) -> OwnLoss:
     else:
         shifts = kind in _OF_LATER and not getattr(config, "is_encoder_decoder", False)
         plain = loss_name(loss_func) in _OVER_TOKENS and library_of(loss_func) == "transformers"
-        takes_count |= _COUNT in _parameters(loss_func) and takes_any and getattr(model, "accepts_loss_kwargs", True)
+        takes_count |= _COUNT in arguments_of(loss_func) and takes_any and getattr(model, "accepts_loss_kwargs", True)
     return replace(
         own,
         shifts=shifts,
@@ -272,7 +272,7 @@ def own_loss_of(model: nn.Module) -> OwnLoss:
 _COUNT = "num_items_in_batch"
 
 
-def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
+def arguments_of(function: Any) -> Mapping[str, inspect.Parameter]:
     """Return the parameters of a function, or of a module's `forward`, without those that partials bind."""
     try:
         return inspect.signature(_called(function)).parameters
@@ -359,7 +359,7 @@ class LossWeight:
         self._given, self._is_own = loss_weight, loss_func is None
         self.loss_func = loss_func
         self.by_rows = by_rows
-        parameters = list(_parameters(loss_func).values())
+        parameters = list(arguments_of(loss_func).values())
         self.asks = tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty)
         by_position = [p for p in parameters if p.kind in _BY_POSITION]
         self.alone = bool(by_position) and all(p.default is not p.empty for p in by_position[1:])

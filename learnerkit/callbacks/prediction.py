@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from inspect import signature
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +15,7 @@ from learnerkit.data.batches import Rows, concat, gather_batches, on_host, with_
 from learnerkit.data.order import in_order, samplers_of
 from learnerkit.losses import (
     activation_of,
+    arguments_of,
     check_predictions,
     decode_of,
     is_cross_entropy,
@@ -391,11 +391,7 @@ def per_sample(loss_func: Any) -> Callable[..., Tensor]:
                 return loss_func(*args, **kwargs)
 
         return losses
-    try:
-        takes_reduction = "reduction" in signature(inner).parameters
-    except (TypeError, ValueError):
-        takes_reduction = False
-    if not takes_reduction:
+    if "reduction" not in arguments_of(inner):
         raise _without_reduction(loss_func)
     return partial(loss_func, reduction="none")
 

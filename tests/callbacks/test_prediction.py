@@ -149,6 +149,15 @@ def make_regression(n, seed):
     return TensorDataset(torch.randn(n, 4, generator=g), torch.randn(n, 2, generator=g))
 
 
+def test_the_forward_of_a_loss_module_may_take_the_reduction():
+    class Smooth(nn.Module):
+        def forward(self, pred, target, reduction="mean"):
+            return F.cross_entropy(pred, target, label_smoothing=0.1, reduction=reduction)
+
+    preds, y, losses = classifier(Smooth()).get_preds(with_loss=True)
+    torch.testing.assert_close(losses, Smooth()(preds, y, reduction="none"))
+
+
 def test_a_loss_that_does_not_heed_its_reduction_is_told():
     class Smooth(nn.CrossEntropyLoss):
         def forward(self, pred, target):
