@@ -283,6 +283,8 @@ def _put_back_modules(owner: Any, stack: ExitStack, keep: TensorFunction) -> Non
                 parts.append(x)
                 continue
             is_own = any(x is t for t in own)
+            if isinstance(x, Tensor) and x.is_meta:  # It has no values, as those of the skeleton of an ensemble.
+                continue
             if is_own or (isinstance(x, Tensor) and x.layout is torch.strided and not x.is_nested):
                 stack.callback(_tensor_restorer(x, keep, is_own))
 

@@ -455,6 +455,27 @@ def test_an_expanded_buffer_is_given_back():
     assert wide.stride() == (0,)
 
 
+def test_a_skeleton_without_values_is_left_alone():
+    class Ensemble(nn.Module):
+        def __init__(self):
+            super().__init__()
+            members = [nn.Linear(4, 3) for _ in range(2)]
+            self.weight, self.bias = (nn.Parameter(torch.stack(ps)) for ps in zip(*(m.parameters() for m in members)))
+            self.skeleton = (members[0].to("meta"),)  # in a tuple, so that it is no part of the network
+
+        def forward(self, x):
+            def member(weight, bias):
+                return torch.func.functional_call(self.skeleton[0], {"weight": weight, "bias": bias}, (x,))
+
+            return torch.vmap(member)(self.weight, self.bias).mean(0)
+
+    learn = make_learner(DataLoaders(DataLoader(make_classes(8), 4), device="cpu"), Ensemble(), nn.CrossEntropyLoss())
+    before = weights(learn.model)
+    with unchanged(learn):
+        learn.fit(1)
+    assert same_weights(before, learn.model)
+
+
 def test_a_sealed_buffer_is_given_back():
     learn = make_learner(DataLoaders(DataLoader(make_classes(8), 4), device="cpu"), Odd(True), nn.CrossEntropyLoss())
     sealed, before = learn.model.sealed, weights(learn.model)
