@@ -96,7 +96,7 @@ def unchanged(learn: "Learner", but: Collection[Callback] = ()) -> Iterator[None
         for x in optimizers:
             _put_back_modules(x, stack, keep)  # its attributes, before its state
         # A callback may set the learner's own attributes, in `before_fit` for example.
-        own = ("opt", "_left_out", "loss_func", "_loss_weighting", "metrics", "logger", "wd", "path")
+        own = ("dls", "model", "opt", "_left_out", "loss_func", "_loss_weighting", "metrics", "logger", "wd", "path")
         stack.callback(vars(learn).update, {name: vars(learn)[name] for name in own})
         for cb in learn.cbs:
             if not cb.only_fit and cb not in but:

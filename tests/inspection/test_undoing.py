@@ -166,6 +166,20 @@ def test_a_loss_with_weights_is_put_back_too():
     assert loss.weight.tolist() == [1, 1, 1]
 
 
+def test_the_loaders_and_the_model_that_a_callback_replaces_are_put_back():
+    class Later(Callback):
+        def before_epoch(self):
+            if self.epoch == 1:
+                self.learn.dls = DataLoaders(DataLoader(make_classes(8), 4), device="cpu")
+                self.learn.model = copy.deepcopy(self.model)
+
+    learn = learner(cbs=Later())
+    dls, model = learn.dls, learn.model
+    learn.lr_find(num_it=10, show_plot=False)
+    assert learn.dls is dls
+    assert learn.model is model
+
+
 class Shuffled(Sampler):
     """Draws from a random generator of its own, which may be of any kind, and shuffles what it shuffled before.
 
