@@ -32,6 +32,7 @@ from learnerkit.data.order import (
     put_states,
     set_generator_state,
     states_of,
+    without_arrays,
 )
 from learnerkit.distributed import seeds
 from learnerkit.events import CancelTrainException
@@ -71,10 +72,10 @@ def state_dict(learn: "Learner", first: Mapping[str, Mapping[str, Any]] | None =
     own = {key: state.pop("own") for key, state in states.items() if "own" in state}
     alone = {key: state_of(cb, first.get(key)) for key, cb in cbs if cb.rank0_only and distributed.is_main()}
     mine = {
-        "random": [*map(_without_arrays, seeds.seed_states()), seeds.device_states(learn.dls.device)],
+        "random": [*map(without_arrays, seeds.seed_states()), seeds.device_states(learn.dls.device)],
         "seed": torch.initial_seed(),
         "data": {
-            place: _without_arrays(generator_state(vars(part)[name]))
+            place: generator_state(vars(part)[name])
             for place, part, name in _data_generators(learn.dls.loaders)
             if vars(part)[name] is not None
         },
@@ -208,11 +209,7 @@ def own_attributes(cb: Callback, first: Mapping[str, Any] | None = None) -> Stat
         for name, value in kept.items()
         if not (same(value, first[name], depth=1000) if name in first else name.lstrip("_") in arguments)
     }
-    generators = {
-        name: _without_arrays(generator_state(value))
-        for name, value in _attributes(cb)
-        if isinstance(value, GENERATORS)
-    }
+    generators = {name: generator_state(value) for name, value in _attributes(cb) if isinstance(value, GENERATORS)}
     kinds = {name: type(getattr(cb, name)) for name in values}
     containers = {name: kind.__name__ for name, kind in kinds.items() if kind is not type(values[name])}
     on_device = [name for name, value in values.items() if any(t.device.type != "cpu" for t in tensors_in(value))]
@@ -323,11 +320,6 @@ def _source_of(dl: Any) -> Any:
     """Return the object that has the state of the data: between fits this may be a dataset with an index, too."""
     dataset = getattr(dl, "dataset", None)
     return dataset if has_state(dataset) and not isinstance(dataset, IterableDataset) else source_of(dl)
-
-
-def _without_arrays(x: Any) -> Any:
-    """Return numpy's random state with a list instead of its array, which torch would not load by default."""
-    return tuple(part.tolist() if isinstance(part, np.ndarray) else part for part in x) if type(x) is tuple else x
 
 
 # Comparing states between ranks
@@ -563,7 +555,7 @@ def _put_generator(owner: Any, name: str, state: Any) -> None:
         if isinstance(state, Tensor):
             generator = torch.Generator()
         elif isinstance(state, Mapping):
-            generator = np.random.default_rng()
+            generator = np.random.Generator(getattr(np.random, state["bit_generator"])())
         else:
             generator = np.random.RandomState() if isinstance(state[0], str) else random.Random()
     set_generator_state(generator, state)

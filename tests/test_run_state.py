@@ -234,9 +234,13 @@ class LateFactor(Callback):
             self.learn.loss_grad = self.loss_grad * u
 
 
-@pytest.mark.parametrize(
-    "make", [lambda s: torch.Generator().manual_seed(s), random.Random, np.random.default_rng, np.random.RandomState]
-)
+GENERATORS = (
+    lambda s: torch.Generator().manual_seed(s), random.Random, np.random.default_rng, np.random.RandomState,
+    lambda s: np.random.Generator(np.random.MT19937(s)),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("make", GENERATORS)
 def test_generators_that_are_made_when_they_are_first_used_go_on(make):
     def drawing():
         dls = DataLoaders(DataLoader(Late(make, *make_data(12).tensors), 4), device="cpu")

@@ -474,7 +474,9 @@ def test_a_skeleton_without_values_is_left_alone():
         def __init__(self):
             super().__init__()
             members = [nn.Linear(4, 3) for _ in range(2)]
-            self.weight, self.bias = (nn.Parameter(torch.stack(ps)) for ps in zip(*(m.parameters() for m in members)))
+            self.weight, self.bias = (
+                nn.Parameter(torch.stack(ps)) for ps in zip(*map(nn.Module.parameters, members), strict=True)
+            )
             self.skeleton = (members[0].to("meta"),)  # in a tuple, so that it is no part of the network
 
         def forward(self, x):
