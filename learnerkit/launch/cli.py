@@ -95,13 +95,15 @@ def run_attempts(plan: Plan, events: LaunchEvents) -> int:
                 events.outcome(outcome)
                 if outcome.kind == "joined":
                     say(outcome.text)
-                    continue
-                number += 1
-                if outcome.kind in ("done", "stopped") or number > restarts:
+                elif outcome.kind in ("done", "stopped") or number >= restarts:
                     # argparse fails with this code, but so do other programs.
                     if outcome.kind == "failed" and outcome.code == 2 and not plan.told:
                         say_where_options_stand(job.command, make_parser()._option_string_actions)
                     return outcome.code
+                else:
+                    number += 1
+                if attempt.asked is not None:  # This signal came while the ranks were being stopped after a failure.
+                    raise Interrupted(attempt.asked)
         except Interrupted as interrupted:
             say(f"{signal_name(interrupted.signum)} received")
             return 128 + interrupted.signum

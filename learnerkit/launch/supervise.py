@@ -108,6 +108,7 @@ class Attempt:
     Attributes:
         ended_elsewhere: what has ended the attempt on another node, if anything has.
         may_have_lost_a_node: a node has given no sign of life for a while, but not for long enough to count as lost.
+        asked: the last signal that has asked for the end while the ranks were being stopped; `None`: none has.
         events: where the launcher writes what happens, for other programs.
     """
 
@@ -115,6 +116,7 @@ class Attempt:
         self.topology, self.listener = topology, listener
         self.ended_elsewhere: Outcome | None = None
         self.may_have_lost_a_node = False
+        self.asked: int | None = None
         self.events = LaunchEvents()
 
     def close_listener(self) -> None:
@@ -147,11 +149,11 @@ def run_attempt(job: Job, attempt: Attempt, signals: SignalQueue) -> Outcome:
             reason = watch(ranks, signals, attempt)
             if reason is None and (first := first_failure(ranks)):
                 reason = attempt.agree_on_end(failure(first, topology))  # The others need not wait.
-            stop(ranks, signals, reason, job.grace, job.quiet)
+            attempt.asked = stop(ranks, signals, reason, job.grace, job.quiet)
         finally:
             kill(ranks)
-    asked = output.finish(signals)
-    reason = asked if reason is None else reason
+    attempt.asked = output.finish(signals) or attempt.asked
+    reason = attempt.asked if reason is None else reason
     log_errors(ranks)
     if reason is None:  # A single rank may have got a signal, and told the others.
         reason = next(filter(None, map(stopped_by, ranks)), None)
@@ -432,31 +434,41 @@ def send_signal(ranks: list[Rank], signum: int) -> None:
 
 def stop(
     ranks: list[Rank], signals: SignalQueue, reason: int | Outcome | None, grace: float | None, quiet: bool = False
-) -> None:
-    """Ask the ranks that still run to end, by the signal that was received or else SIGTERM, and give them some time."""
-    signum, default_grace = signal.SIGTERM, GRACE_SECONDS
+) -> int | None:
+    """Ask the ranks that still run to end, by the signal that was received or else SIGTERM, and give them some time.
+
+    Returns:
+        The last signal that has asked for the end in this time; `None`: none has.
+    """
+    signum, default_grace, asked = signal.SIGTERM, GRACE_SECONDS, None
     if isinstance(reason, int):
         signum = signal.Signals(reason)
         default_grace = GRACE_SECONDS if signum == signal.SIGINT else LONG_GRACE_SECONDS
         if not quiet:
             say(f"{signum.name} received, waiting for the ranks to stop (Ctrl-C kills them)")
     else:
-        wait_for_end(ranks, signals, SETTLE_SECONDS)
+        asked = wait_for_end(ranks, signals, SETTLE_SECONDS)
     for rank in running(ranks):
         rank.stop_signals.append(signum)
     send_signal(ranks, signum)
     send_signal(ranks, signal.SIGCONT)  # a process that was halted handles no other signal
-    wait_for_end(ranks, signals, default_grace if grace is None else grace)
+    return wait_for_end(ranks, signals, default_grace if grace is None else grace) or asked
 
 
-def wait_for_end(ranks: list[Rank], signals: SignalQueue, seconds: float) -> None:
-    """Wait until no rank runs, at most `seconds`; Ctrl-C ends the wait, other signals are passed on."""
-    deadline = time.monotonic() + seconds
+def wait_for_end(ranks: list[Rank], signals: SignalQueue, seconds: float) -> int | None:
+    """Wait until no rank runs, at most `seconds`; Ctrl-C ends the wait, other signals are passed on.
+
+    Returns:
+        The last signal that has asked for the end; `None`: none has.
+    """
+    deadline, asked = time.monotonic() + seconds, None
     while running(ranks) and time.monotonic() < deadline:
         for signum in signals(POLL_SECONDS):
             if signum == signal.SIGINT:
-                return
+                return signum
+            asked = signum if signum in ENDING_SIGNALS else asked
             send_signal(ranks, signum)
+    return asked
 
 
 def kill(ranks: list[Rank]) -> None:

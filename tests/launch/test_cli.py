@@ -614,6 +614,33 @@ def test_a_second_ctrl_c_kills_at_once(launched):
     assert len(says(err)) == 3
 
 
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_no_attempt_follows_a_signal_that_comes_while_the_ranks_are_stopped(launched, tmp_path, signum):
+    (tmp_path / "lingers.py").write_text(
+        "import os, signal, sys, time\n"
+        "def stop(*_):\n"
+        "    print('stops', flush=True)\n"
+        "    time.sleep(2)\n"
+        "    sys.exit(143)\n"
+        "signal.signal(signal.SIGTERM, stop)\n"
+        "print('ready', flush=True)\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    time.sleep(60)\n"
+        "time.sleep(1)\n"
+        "raise ValueError('a failure')\n"
+    )
+    process = launched("--nproc", 2, "--max-restarts", 1, "--events", "events", "lingers.py", cwd=tmp_path)
+    process.wait_for("ready")
+    process.wait_for("stops", times=1)
+    process.send_signal(signum)
+    code, out, err = process.finish()
+    assert code == 128 + signum
+    assert says(err)[-1] == f"learnerkit.launch: {signum.name} received"
+    assert "ValueError: a failure" in err
+    lines = [json.loads(line) for line in (tmp_path / "events").read_text().splitlines()]
+    assert [line["event"] for line in lines] == ["started", "signal", "failed", "ended"]
+
+
 def test_ctrl_c_ends_the_wait_for_a_thread(launched, tmp_path):
     process = launched("--nproc", 2, SCRIPTS / "launch_end.py", "lingers", cwd=tmp_path)
     process.wait_for("waits for a thread")
