@@ -143,19 +143,27 @@ def say_where_options_stand(command: list[str], options: Iterable[str]) -> bool:
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line."""
 
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse the arguments; for an unknown option, name the nearest one, and say where those of a script stand.
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse the arguments that have an option; as with torchrun, underscores may stand for the dashes in its name.
 
-        As with torchrun, underscores may stand for the dashes inside an option's name.
+        Returns:
+            The options, and the arguments without one.
         """
         args = sys.argv[1:] if args is None else args
-        options, unknown = self.parse_known_args(args, namespace)
-        if unknown:
-            name, equals, value = unknown[0].partition("=")
+        options, unknown = super().parse_known_args(args, namespace)
+        for word in unknown:
+            name, equals, value = word.partition("=")
             dashed = name.replace("_", "-")
             if dashed != name and dashed in self._option_string_actions:
-                at = args.index(unknown[0])  # the first one, as all behind the script belongs to it
-                return self.parse_args([*args[:at], dashed + equals + value, *args[at + 1 :]], namespace)
+                at = args.index(word)  # the first one, as all behind the script belongs to it
+                return self.parse_known_args([*args[:at], dashed + equals + value, *args[at + 1 :]], namespace)
+        return options, unknown
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse the arguments; for an unknown option, name the nearest one, and say where those of a script stand."""
+        options, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            name = unknown[0].partition("=")[0]
             hint = did_you_mean(name, self._option_string_actions, cutoff=0.75)  # The dashes make all names alike.
             if getattr(options, "command", None) and not getattr(options, "check", False):
                 hint += f"; arguments of the script stand behind it, as in: script.py {name}"
@@ -268,7 +276,7 @@ def parse(argv: Sequence[str] | None, prog: str = "learnerkit.launch") -> Plan |
         check_numbers(options)
         if options.check and options.report:
             raise ValueError("--check does not go with --report, which runs the script; leave one of them out")
-        if options.write_job or options.write_sbatch:
+        if options.write_job or options.write_sbatch is not None:
             return write_job(options, command, protected[:count])
         if unused := [name for name in ("job_file", *jobs.USES) if getattr(options, name) is not None]:
             name = "--module or --setup" if unused[0] == "setup" else jobs.flag(unused[0])
@@ -278,8 +286,8 @@ def parse(argv: Sequence[str] | None, prog: str = "learnerkit.launch") -> Plan |
         nodes, place = choose_nodes(options, os.environ)
         nproc, gpus = choose_processes(options.nproc, options.gpus, os.environ, place)
         port = 0 if nodes else free_port(options.master_port or 0)
-        events = options.events and check_file("--events", options.events)
-        heartbeat = options.heartbeat and check_file("--heartbeat", options.heartbeat)
+        events = None if options.events is None else check_file("--events", options.events)
+        heartbeat = None if options.heartbeat is None else check_file("--heartbeat", options.heartbeat)
     except ValueError as error:
         parser.error(str(error))
     shared = place.shared() if place else {}
@@ -424,7 +432,7 @@ def write_job(options: argparse.Namespace, command: list[str], words: list[str])
         command: the script or module, with its arguments.
         words: the command line before the script; the options in it that write no job file go into the job.
     """
-    if options.write_job and options.write_sbatch:
+    if options.write_job and options.write_sbatch is not None:
         raise ValueError("--write-sbatch F is --write-job slurm --job-file F; leave one of them out")
     for name in ("nnodes", "node_rank", "master_addr", "master_port", "rdzv_endpoint"):
         if getattr(options, name) is not None:
@@ -434,10 +442,13 @@ def write_job(options: argparse.Namespace, command: list[str], words: list[str])
     values = {name: getattr(options, name) for name in jobs.USES}
     values["job_name"] = values["job_name"] or jobs.default_name(kind, command)
     add_job_options(parser := Parser(add_help=False, allow_abbrev=False))
-    launcher = [word for word in parser.parse_known_args(words)[1] if word not in ("-m", "--")]
+    # Without -m, which stands before the module, and which may share its dash with -u.
+    launcher = [re.sub("^-([um]+)", lambda m: f"-{m[1].replace('m', '')}", w) for w in parser.parse_known_args(words)[1]]
+    launcher = [word for word in launcher if word not in ("-", "--")]
     grace = supervise.LONG_GRACE_SECONDS if options.grace is None else options.grace
     text = jobs.job_text(kind, command, values, launcher, nproc=options.nproc, grace=grace)
-    file = options.write_sbatch or options.job_file or f"{jobs.script_name(command)}.{ending}"
+    file = options.job_file if options.write_sbatch is None else options.write_sbatch
+    file = f"{jobs.script_name(command)}.{ending}" if file is None else file
     if file == "-":
         print(text, end="")
         return 0

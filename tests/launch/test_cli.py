@@ -143,6 +143,10 @@ def test_what_follows_the_script_is_its_own(no_gpu, options, nproc, separator):
         ),
         (["--timeout", "0", __file__], "--timeout 0.0: give seconds, more than 0"),
         (["--max-restarts", "-1", __file__], "--max-restarts -1: give a number"),
+        (["--write-sbatch", "", __file__], ".: Is a directory"),
+        (["--write-job", "slurm", "--job-file", "", __file__], ".: Is a directory"),
+        (["--events", "", __file__], "--events : No such file or directory; name a regular file"),
+        (["--heartbeat", "", __file__], "--heartbeat : No such file or directory; name a regular file"),
         (["--master-port", "0", __file__], "--master-port 0: give a port from 1 to 65535"),
         (["--log-dir", __file__, __file__], "test_cli.py: File exists; name a folder that can be made"),
         (["--log-dir", "/proc", __file__], "--log-dir /proc: No such file or directory; name a folder"),
@@ -356,6 +360,19 @@ def test_a_batch_script_gets_the_launchers_options(no_gpu, tmp_path, capsys):
     assert "#SBATCH --job-name=pkg.train\n" in text
     assert "python -m learnerkit.launch --grace 0 --max-restarts=1 --tee \\\n    -m pkg.train --nodes 9 &\n" in text
     assert capsys.readouterr().out == f"wrote {job}; submit it with: sbatch {job}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--gpus_per_node", "4", "--max_restarts=1", __file__], f"--max_restarts=1 \\\n    {__file__}"),
+        (["-um", "pkg.train"], "-u \\\n    -m pkg.train"),
+        (["-mn2", "pkg.train"], "-n2 \\\n    -m pkg.train"),
+    ],
+)
+def test_a_batch_script_gets_no_option_that_writes_it_and_one_m(no_gpu, capsys, words, line):
+    assert cli.main(["--write_job", "slurm", "--job_file", "-", *words]) == 0
+    assert f"python -m learnerkit.launch {line} &\n" in capsys.readouterr().out
 
 
 def test_a_batch_script_that_was_edited_is_not_overwritten(no_gpu, tmp_path, capsys):
