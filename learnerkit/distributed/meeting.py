@@ -78,7 +78,7 @@ def _init(timeout: timedelta | None, what: str, wait: float) -> None:
     keys = _meet_in_store(timeout, what, wait, here.by_scheduler)
     await_all(dist.PrefixStore("learnerkit/first", keys), what, wait)
     dist.init_process_group(backend, store=keys, rank=number, world_size=size, timeout=timeout)
-    atexit.register(_leave)
+    atexit.register(_leave, os.getpid())
 
 
 _compared: Callable[[], Any] = lambda: None  # noqa: E731
@@ -322,8 +322,8 @@ def _join_again(timeout: timedelta | None) -> None:
     group_is_dead = False
 
 
-def _leave() -> None:
-    if is_joined():
+def _leave(process: int) -> None:
+    if is_joined() and os.getpid() == process:  # A forked child has no threads of the group.
         dist.destroy_process_group()
 
 

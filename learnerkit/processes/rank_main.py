@@ -104,7 +104,7 @@ class StoreHost:
 
         If the store were just gone, torch would print many lines on each of them.
         """
-        if self.store is None:
+        if self.store is None or os.getpid() != self.process_id:
             return
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self.store.set(f"learnerkit/ended/{attempt}", "")

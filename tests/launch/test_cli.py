@@ -596,6 +596,22 @@ def test_what_a_rank_leaves_running_is_killed(launched):
     assert err.count("RuntimeError: only a forked child") == 2
 
 
+def test_the_end_of_a_forked_child_is_not_that_of_its_rank(launched, tmp_path):
+    (tmp_path / "forks.py").write_text(
+        "import os, sys, time\n"
+        "from learnerkit import distributed\n"
+        "for part in range(2):\n"
+        "    child = os.fork() if distributed.rank() == 0 else -1\n"
+        "    if child == 0:\n"
+        "        break\n"
+        "    if child > 0:\n"
+        "        assert os.waitstatus_to_exitcode(os.wait()[1]) == 0\n"
+        "        time.sleep(1)  # the other rank waits by then\n"
+        "    distributed.join()\n"
+    )
+    assert launched("--nproc", 2, "forks.py", cwd=tmp_path).finish() == (0, "", "")
+
+
 def test_a_rank_that_does_not_stop_is_killed_after_the_grace_time(launched):
     began = time.monotonic()
     code, out, err = launched("--nproc", 2, "--grace", 0.5, SCRIPTS / "launch_end.py", "stubborn").finish()
