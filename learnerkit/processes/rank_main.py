@@ -52,8 +52,6 @@ def main() -> None:
     code = 0
     try:
         run_as_main(sys.argv[1:])
-        if "LEARNERKIT_REPORT" in os.environ and os.environ["RANK"] == "0":  # the first fit takes it away
-            sys.exit("there is no report: the script has ended, and no Learner has called fit (or fit_one_cycle, ...)")
     except BaseException as error:
         if os.getpid() != process_id:  # a child that the script has forked reports its error by itself
             raise
@@ -65,6 +63,11 @@ def main() -> None:
             forget_frames(error)
         if not isinstance(error, SystemExit):
             faulthandler.dump_traceback_later(LEAVE_SECONDS, exit=True, file=2)  # sys.stderr may not be a file
+    # The first fit takes the variable away.
+    if code == 0 and "LEARNERKIT_REPORT" in os.environ and os.environ["RANK"] == "0" and os.getpid() == process_id:
+        code = 1
+        text = "there is no report: the script has ended, and no Learner has called fit (or fit_one_cycle, ...)"
+        write_report(report_fd, code, SystemExit(text))
     end_process(code, host.announce_end if host else None)
 
 

@@ -26,8 +26,9 @@ def test_the_first_fit_is_reported_and_the_script_ends(script_env):
     assert "trained" not in done.stdout
 
 
-def test_a_script_without_a_fit_has_no_report(script_env, tmp_path):
-    (tmp_path / "hello.py").write_text("print('hello')")
+@pytest.mark.parametrize("end", ["", "import sys; sys.exit(0)"])
+def test_a_script_without_a_fit_has_no_report(script_env, tmp_path, end):
+    (tmp_path / "hello.py").write_text(f"print('hello')\n{end}")
     command = [python(), "-m", "learnerkit.launch", "--nproc", "2", "--report", str(tmp_path / "hello.py")]
     done = subprocess.run(command, capture_output=True, text=True, env=script_env, timeout=120)
     # Without a buffer a rank may write between the text and the end of the line of the other one.
