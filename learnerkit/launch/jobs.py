@@ -8,6 +8,7 @@ would give another file than was meant, or a job that fails without a word.
 """
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -226,8 +227,10 @@ def _setup(commands: Sequence[str]) -> list[str]:
         lines += [command, "(exit $?) || exit  # If that has failed, the job ends."]
     if not lines or not shutil.which("bash"):
         return lines
-    # The next lines of the script would become a part of a command that is not whole.
-    if said := subprocess.run(["bash", "-n"], input="\n".join(lines), capture_output=True, text=True).stderr:
+    # The next lines of the script would become a part of a command that is not whole. bash would warn of a locale that
+    # is not installed here.
+    options: dict[str, Any] = {"capture_output": True, "text": True, "env": {**os.environ, "LC_ALL": "C"}}
+    if said := subprocess.run(["bash", "-n"], input="\n".join(lines), **options).stderr:
         raise ValueError(f"--setup: give whole shell commands; bash says {said.strip()!r}")
     return lines
 

@@ -309,6 +309,11 @@ def test_bad_values_of_script_options_are_refused(values, message):
         batch_script(["train.py"], **USUAL | values)
 
 
+def test_a_locale_that_is_not_installed_is_no_bad_command(monkeypatch):
+    monkeypatch.setenv("LC_ALL", "xx_YY.UTF-8")  # as ssh passes it on
+    assert "\nsource é\n" in batch_script(["train.py"], **USUAL, setup=["source é"])
+
+
 @pytest.mark.parametrize(
     ("given", "written"),
     [
