@@ -58,11 +58,15 @@ def main() -> None:
         code = exit_code(error)
         if code:
             write_report(report_fd, code, error)
+        if not isinstance(error, SystemExit):
+            faulthandler.dump_traceback_later(LEAVE_SECONDS, exit=True, file=2)  # sys.stderr may not be a file
+            # A tracker may have replaced this hook. What is printed is dropped, as the launcher prints the error.
+            with contextlib.suppress(BaseException), contextlib.redirect_stderr(io.StringIO()):
+                sys.excepthook(type(error), error, error.__traceback__)
+        if code:
             # An error of a loader's worker refers to itself and to the loader's iterator, which as garbage in an exit
             # hook would wait for each worker for seconds.
             forget_frames(error)
-        if not isinstance(error, SystemExit):
-            faulthandler.dump_traceback_later(LEAVE_SECONDS, exit=True, file=2)  # sys.stderr may not be a file
     # The first fit takes the variable away.
     if code == 0 and "LEARNERKIT_REPORT" in os.environ and os.environ["RANK"] == "0" and os.getpid() == process_id:
         code = 1

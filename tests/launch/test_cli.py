@@ -518,6 +518,21 @@ def test_the_exit_code_is_the_scripts(launched, tmp_path, how, code, first):
     assert out == {"exit": "exit hook ran after exit\n", "abrupt": "printed before the end\n"}.get(how, "")
 
 
+def test_the_hook_for_uncaught_errors_is_called_and_the_error_shown_once(launched, tmp_path):
+    (tmp_path / "hooked.py").write_text(
+        "import sys, traceback\n"
+        "def hook(kind, error, trace):\n"
+        "    print(kind.__name__, error, trace.tb_lineno)\n"
+        "    traceback.print_exception(error)\n"
+        "    sys.exit(3)\n"
+        "sys.excepthook = hook\n"
+        "raise ValueError('a failure')\n"
+    )
+    code, out, err = launched("hooked.py", cwd=tmp_path).finish()
+    assert (code, out) == (1, "ValueError a failure 7\n")
+    assert err.count("ValueError: a failure") == 1
+
+
 @pytest.mark.parametrize("given", [["--timeout=2"], ["--epochs", "2"]])
 def test_where_options_stand_is_said_if_the_script_does_not_know_one(launched, tmp_path, given):
     (tmp_path / "job.py").write_text("import argparse\nargparse.ArgumentParser().parse_args()")
