@@ -269,13 +269,15 @@ def tie_forked_children() -> None:
     A process that is killed cannot end its loader workers, and they look for it only every few seconds. Until
     then they hold copies of its sockets, so that the other ranks do not notice that it is gone.
     """
-    parent = 0
+    parent, group = 0, os.getpgrp()
 
     def before() -> None:
         # The kernel sends the signal when the thread that forked ends, not its process. So children of a helper
-        # thread must not get it: they would be killed while this process still needs them.
+        # thread must not get it: they would be killed while this process still needs them. Neither must those of a
+        # process that has left the group, as a daemon's parent does, which ends at once.
         nonlocal parent
-        parent = os.getpid() if threading.current_thread() is threading.main_thread() else 0
+        tied = threading.current_thread() is threading.main_thread() and os.getpgrp() == group
+        parent = os.getpid() if tied else 0
 
     def after_in_child() -> None:
         if parent:

@@ -88,6 +88,22 @@ def test_a_process_dies_with_its_parent_and_takes_its_forked_children_along():
     assert run(child, 1)[0] == 1  # the parent has died already
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux kills with the parent")
+def test_a_daemon_outlives_the_process_that_has_forked_it():
+    code = (
+        "import os, time; from learnerkit.processes.rank_main import tie_forked_children\n"
+        "tie_forked_children()\n"
+        "if os.fork() == 0:\n"
+        "    os.setsid()\n"
+        "    if os.fork() == 0:\n"
+        "        time.sleep(0.5)\n"
+        "        print('lives', flush=True)\n"
+        "    os._exit(0)\n"
+        "os.wait()"
+    )
+    assert run(code) == (0, "lives\n", "")
+
+
 def test_a_whole_traceback_is_kept_on_request(monkeypatch):
     package = {}
     exec(compile("def call(f):\n    f()", rank_main.__file__, "exec"), package)
