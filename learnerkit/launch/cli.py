@@ -107,7 +107,7 @@ def run_attempts(plan: Plan, events: LaunchEvents) -> int:
         except Interrupted as interrupted:
             say(f"{signal_name(interrupted.signum)} received")
             return 128 + interrupted.signum
-        except NodeError as error:
+        except (NodeError, OSError) as error:  # The folder of the logs may have gone, or the disk may be full.
             say(str(error))
             events.outcome(Outcome("failed", text=str(error)))
             return 1

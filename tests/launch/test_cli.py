@@ -733,6 +733,15 @@ def test_each_rank_and_attempt_has_a_file_of_its_own(launched, tmp_path):
         assert said == expected
 
 
+def test_a_log_that_cannot_be_written_is_one_line_and_the_launch_ends(launched, tmp_path):
+    (tmp_path / "ok.py").touch()
+    (tmp_path / "attempt-0").touch()
+    code, out, err = launched("--log-dir", ".", "--events", "events", "ok.py", cwd=tmp_path).finish()
+    assert (code, err) == (1, "learnerkit.launch: [Errno 17] File exists: 'attempt-0'\n")
+    lines = [json.loads(line) for line in (tmp_path / "events").read_text().splitlines()]
+    assert [line["event"] for line in lines] == ["started", "failed", "ended"]
+
+
 TALK = "import os\nfor i in range(2000):\n    print(os.environ['RANK'], i, 'x' * 100)\n"  # more than a pipe holds
 
 
