@@ -153,7 +153,7 @@ def run_as_main(arguments: list[str]) -> None:
 def find_main(name: str) -> tuple[ModuleSpec, CodeType]:
     """Find what ``-m name`` runs: a module, or the ``__main__`` of a package."""
     try:
-        spec = importlib.util.find_spec(name)
+        spec = None if name.startswith(".") else importlib.util.find_spec(name)  # a path, such as ./train.py
         if spec and spec.submodule_search_locations is not None:
             spec = importlib.util.find_spec(f"{name}.__main__")
     except ModuleNotFoundError as error:

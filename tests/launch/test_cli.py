@@ -476,6 +476,7 @@ def test_the_script_sees_what_python_would_show_it(run, launched, tmp_path, form
         ("pack.no_such", "-m pack.no_such: there is no such module"),
         ("pack.inner", "or it is a package without __main__"),
         ("script.py", "; try script instead of script.py"),
+        ("./pack", "-m ./pack: there is no such module"),
         ("broken.part", "ModuleNotFoundError: No module named 'missing_here'"),
     ],
 )
