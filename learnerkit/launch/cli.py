@@ -270,9 +270,8 @@ def parse(argv: Sequence[str] | None, prog: str = "learnerkit.launch") -> Plan |
     count = len(words) - len(options.command)
     own = words[count:]
     try:
-        command = choose_command(options.as_module, own) if own or not options.check else []
-        if options.check:
-            command = DOCTOR
+        script = choose_command(options.as_module, own) if own or not options.check else DOCTOR
+        command = DOCTOR if options.check else script
         check_numbers(options)
         if options.check and options.report:
             raise ValueError("--check does not go with --report, which runs the script; leave one of them out")
@@ -298,7 +297,7 @@ def parse(argv: Sequence[str] | None, prog: str = "learnerkit.launch") -> Plan |
     )  # fmt: skip
     # A script that reads no arguments would say nothing, and run on another number of processes than was meant.
     counts = () if options.nproc or options.gpus or options.nnodes else COUNTS
-    return Plan(job, options.max_restarts, nodes, port, say_where_options_stand(command, counts),
+    return Plan(job, options.max_restarts, nodes, port, say_where_options_stand(script, counts),
                 place.attempt if place else 0)  # fmt: skip
 
 

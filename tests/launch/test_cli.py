@@ -554,6 +554,11 @@ def test_a_number_of_processes_behind_the_script_is_told_of_where_the_script_rea
     assert line.startswith("learnerkit.launch: --nproc stands behind the script, so the script has got it; ")
 
 
+def test_a_check_that_leaves_the_number_of_processes_to_the_script_says_so(no_gpu, capsys):
+    assert parse(["--check", __file__, "--nproc", "2"]).job.nproc == 1
+    assert says(capsys.readouterr().err)[0].endswith(f"stand before it: --nproc ... {__file__}")
+
+
 @pytest.mark.slow
 def test_a_thread_without_end_does_not_hold_up_a_failure(launched):
     began = time.monotonic()
