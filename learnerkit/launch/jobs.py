@@ -82,6 +82,7 @@ def job_text(
     if kind == "slurm" and grace > _MOST_GRACE:
         raise ValueError(f"--grace {grace:g}: SLURM ends a job 120 s after its signal; give {_MOST_GRACE} or less")
     gpus, seconds = values.get("gpus_per_node"), _seconds(kind, values.get("time"))
+    gpus = None if gpus == "0" else gpus
     env = dict(map(_variable, values.get("env", ())))
     setup = _setup(values.get("setup", ()))
     start, run = shlex.join(["python", "-m", "learnerkit.launch", *launcher]), shlex.join(command)

@@ -103,8 +103,8 @@ def words_of(script):
 
 
 def test_a_trainjob_without_gpus_starts_the_processes_that_the_launcher_starts():
-    for nproc, expected in ((None, 1), (3, 3)):
-        jobset, job = read_kubeflow(text_of("kubeflow", nproc=nproc))
+    for nproc, gpus, expected in ((None, None, 1), (3, None, 3), (None, "0", 1)):
+        jobset, job = read_kubeflow(text_of("kubeflow", nproc=nproc, gpus_per_node=gpus))
         assert job["trainer"]["numProcPerNode"] == expected
         assert {"resourcesPerNode", "activeDeadlineSeconds"}.isdisjoint({*job, *job["trainer"]})
     pod = jobset["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
