@@ -222,11 +222,9 @@ class Output:
             for line in lines if self.folder is None else self._followed(lines):
                 try:
                     with self._terminal:
-                        sys.stdout.buffer.write(f"[rank {number}] ".encode() + line.rstrip(b"\n") + b"\n")
-                        sys.stdout.buffer.flush()
+                        write_all(sys.stdout.fileno(), f"[rank {number}] ".encode() + line.rstrip(b"\n") + b"\n")
                 except OSError as e:
                     say(f"the output of the ranks is shown no more: {e.strerror}")
-                    # Python flushes what it has kept, at its end: docs.python.org/3/library/signal.html#note-on-sigpipe
                     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                     return  # without a log, a rank that prints fails, as it does without `tee`
                 self._shown = time.monotonic()
@@ -257,6 +255,15 @@ class Output:
             if not self._terminal.locked() and time.monotonic() > self._shown + KILL_SECONDS:
                 break
         return None
+
+
+def write_all(fd: int, text: bytes) -> None:
+    """Write the whole text, also where another program has made the terminal or pipe return at once when it is full."""
+    while text:
+        try:
+            text = text[os.write(fd, text) :]
+        except BlockingIOError:
+            select.select([], [fd], [])
 
 
 def start(job: Job, attempt: Attempt, output: Output, ranks: list[Rank]) -> None:

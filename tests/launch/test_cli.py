@@ -766,6 +766,19 @@ def test_a_terminal_that_stands_still_loses_no_line(launched, tmp_path, options)
     assert sorted(out.splitlines()) == sorted(expected)
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_pipe_that_does_not_block_gets_every_line(launched, tmp_path, unbuffered):
+    (tmp_path / "talk.py").write_text(TALK)
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    process = launched("--tee", "talk.py", cwd=tmp_path, stdout=write, env={"PYTHONUNBUFFERED": unbuffered})
+    os.close(write)
+    time.sleep(1)  # until the pipe is full
+    with open(read) as out:
+        assert out.read().splitlines() == [f"[rank 0] 0 {i} {'x' * 100}" for i in range(2000)]
+    assert process.finish() == (0, None, "")
+
+
 def test_a_terminal_that_is_gone_ends_ranks_without_a_log_only(launched, tmp_path):
     (tmp_path / "talk.py").write_text(TALK)
     for options in (["--log-dir", "logs"], []):
