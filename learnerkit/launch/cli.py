@@ -470,6 +470,8 @@ def choose_processes(
     nproc: int | None, gpus: str | None, environ: Mapping[str, str], place: clusters.Place | None = None
 ) -> tuple[int, str | None]:
     """Return the number of processes and, if `gpus` picks some, the CUDA_VISIBLE_DEVICES for them."""
+    if place is not None and place.is_rank and gpus is not None:
+        raise ValueError(f"--gpus {gpus}, but {place}; it starts a process for each rank, so leave --gpus out")
     if place is not None and (place.is_rank or (nproc is None and gpus is None)):
         nproc = place.nproc
     if nproc is not None and gpus is not None:

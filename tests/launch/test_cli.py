@@ -336,9 +336,13 @@ def test_a_cluster_says_how_machines_meet_unless_options_do(no_gpu, monkeypatch,
         (KUBEFLOW, ["--nnodes", "3"], "--nnodes 3, but Kubeflow says node 1 of 2, with"),
         (KUBEFLOW | {"RANK": "0", "WORLD_SIZE": "2"}, [], "but RANK=0 and WORLD_SIZE=2; give --nnodes, --node-rank"),
         (MPI, [], "nothing says where rank 0 is; give it as --master-addr"),
+        (
+            MPI | {"MPI_LOCALNRANKS": "2"}, ["--gpus", "0"],
+            "--gpus 0, but MPI says rank 1 of 2, with rank 0 at 127.0.0.1:29500 (PMI_RANK, PMI_SIZE); it starts a",
+        ),
         ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, [], "run the script itself here, or --nnodes 1 starts"),
     ],
-)
+)  # fmt: skip
 def test_a_contradiction_is_one_line_with_the_option_that_settles_it(
     no_gpu, monkeypatch, capsys, environ, options, message
 ):
