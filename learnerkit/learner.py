@@ -563,7 +563,8 @@ class Learner(RunState):
         """
         arguments.check_fit(self, n_epoch, start_epoch, n_steps)
         parallel.warn_outside_context(self)
-        if os.environ.pop("LEARNERKIT_REPORT", ""):  # `python -m learnerkit.launch --report` sets it
+        if os.environ.get("LEARNERKIT_REPORT") == str(os.getpid()):  # `python -m learnerkit.launch --report` sets it
+            del os.environ["LEARNERKIT_REPORT"]
             with self.added_cbs(cbs):
                 self.scaling_report()
             raise SystemExit(0)

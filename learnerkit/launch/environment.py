@@ -53,7 +53,8 @@ def rank_environment(
         number: which rank of this launcher it is, from 0.
         gpus: CUDA_VISIBLE_DEVICES; `None`: as it is.
     """
-    stale = r"TORCHELASTIC_.*|GROUP_(RANK|WORLD_SIZE)|ROLE_(RANK|WORLD_SIZE|NAME)|NODE_RANK|LEARNERKIT_(HEARTBEAT|EVENTS)"
+    stale = r"TORCHELASTIC_.*|GROUP_(RANK|WORLD_SIZE)|ROLE_(RANK|WORLD_SIZE|NAME)|NODE_RANK"
+    stale += r"|LEARNERKIT_(HEARTBEAT|EVENTS|REPORT)"
     env = {name: value for name, value in environ.items() if not re.fullmatch(stale, name)}
     if topology.interface:
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):

@@ -43,6 +43,8 @@ def main() -> None:
     faulthandler.enable()
     os.set_inheritable(report_fd, False)
     os.environ["LEARNERKIT_HEARTBEAT"] = f"{process_id} {setup['heartbeat']}"
+    if "LEARNERKIT_REPORT" in os.environ:  # It names the process, because the programs that a rank starts inherit it.
+        os.environ["LEARNERKIT_REPORT"] = str(process_id)
     if setup["events"] is not None:
         os.environ["LEARNERKIT_EVENTS"] = json.dumps({"process": process_id} | setup["events"])
     host = None
@@ -68,7 +70,7 @@ def main() -> None:
             # hook would wait for each worker for seconds.
             forget_frames(error)
     # The first fit takes the variable away.
-    if code == 0 and "LEARNERKIT_REPORT" in os.environ and os.environ["RANK"] == "0" and os.getpid() == process_id:
+    if code == 0 and os.environ.get("LEARNERKIT_REPORT") == str(os.getpid()) and os.environ["RANK"] == "0":
         code = 1
         text = "there is no report: the script has ended, and no Learner has called fit (or fit_one_cycle, ...)"
         write_report(report_fd, code, SystemExit(text))

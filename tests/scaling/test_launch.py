@@ -36,6 +36,25 @@ def test_a_script_without_a_fit_has_no_report(script_env, tmp_path, end):
     assert done.stderr.count("there is no report: the script has ended, and no Learner has called fit") == 1
 
 
+def test_a_program_that_the_script_starts_gives_no_report_of_its_own(script_env, tmp_path):
+    (tmp_path / "inner.py").write_text(
+        "import torch\n"
+        "from learnerkit import DataLoaders, Learner\n"
+        "data = torch.utils.data.TensorDataset(torch.ones(4, 1), torch.ones(4, 1))\n"
+        "Learner(DataLoaders.from_datasets(data, data, bs=2), torch.nn.Linear(1, 1), torch.nn.MSELoss()).fit(1)\n"
+        "print('trained')\n"
+    )
+    (tmp_path / "outer.py").write_text(
+        "import subprocess, sys\n"
+        "subprocess.run([sys.executable, 'inner.py'], check=True)\n"
+        "subprocess.run([sys.executable, '-m', 'learnerkit.launch', 'inner.py'], check=True)\n"
+    )
+    command = [python(), "-m", "learnerkit.launch", "--report", "outer.py"]
+    done = subprocess.run(command, capture_output=True, text=True, env=script_env, timeout=120, cwd=tmp_path)
+    assert (done.returncode, done.stdout.count("trained")) == (1, 2), done.stderr
+    assert done.stderr.count("there is no report") == 1
+
+
 def test_the_ranks_are_told(capsys):
     plan = cli.parse(["--nproc", "2", "--report", __file__])
     assert plan.job.reports
