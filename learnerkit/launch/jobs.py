@@ -188,7 +188,7 @@ def _seconds(kind: str, text: str | None) -> int | None:
     rest = rest if dash or rest.count(":") == 2 else f"0:{rest}"  # Without days and hours it is minutes[:seconds].
     try:
         hours, minutes, secs = map(int, (rest + ":0" * (2 - rest.count(":"))).split(":"))
-        seconds = int(days or 0) * 86400 + hours * 3600 + minutes * 60 + secs
+        seconds = int(days if dash else 0) * 86400 + hours * 3600 + minutes * 60 + secs
     except ValueError:
         raise ValueError(
             f"--time {text!r}: give minutes, hours:minutes:seconds or days-hours, such as 08:00:00"

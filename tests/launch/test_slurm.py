@@ -262,7 +262,7 @@ def test_limits_of_time_stand_in_the_script(time):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        *[({"time": bad}, "--time .*: give minutes") for bad in ("8h", "1:2:3:4", "1-2-3", "1-", "x-1", "::")],
+        *[({"time": bad}, "--time .*: give minutes") for bad in ("8h", "1:2:3:4", "1-2-3", "1-", "-5", "x-1", "::")],
         *[({"time": bad}, "--time .*: give 5 minutes or more") for bad in ("0", "4", "4:59", "00:04:59", "0-0")],
         *[
             ({name: bad}, f"--{name} {re.escape(repr(bad))}: give a text without line breaks")
