@@ -442,7 +442,8 @@ def write_job(options: argparse.Namespace, command: list[str], words: list[str])
     values["job_name"] = values["job_name"] or jobs.default_name(kind, command)
     add_job_options(parser := Parser(add_help=False, allow_abbrev=False))
     # Without -m, which stands before the module, and which may share its dash with -u.
-    launcher = [re.sub("^-([um]+)", lambda m: f"-{m[1].replace('m', '')}", w) for w in parser.parse_known_args(words)[1]]
+    others = parser.parse_known_args(words)[1]
+    launcher = [re.sub("^-([um]+)", lambda short: "-" + short[1].replace("m", ""), word) for word in others]
     launcher = [word for word in launcher if word not in ("-", "--")]
     grace = supervise.LONG_GRACE_SECONDS if options.grace is None else options.grace
     text = jobs.job_text(kind, command, values, launcher, nproc=options.nproc, grace=grace)
