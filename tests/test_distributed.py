@@ -196,7 +196,7 @@ def test_rank_0_goes_first_and_its_error_reaches_the_others():
 
     for call, who in (
         (lambda: rank0_first(fails), "rank 0"),
-        (lambda: rank0_first(per_node=True)(fails)(suffix="!"), "the first rank of this machine"),
+        (lambda: rank0_first(per_node=True)(fails)(suffix="!"), "local rank 0"),
     ):
         said = "no such host" if distributed.is_main() else f"{who} failed in rank0_first(fails): OSError: no such host"
         with raises(OSError if distributed.is_main() else RuntimeError, said):

@@ -435,8 +435,8 @@ def rank0_first(f: Callable[..., T] | None = None, *args: Any, per_node: bool = 
     store().wait([key], timedelta(days=7))
     failure = store().get(key).decode()
     if failure:
-        first = "the first rank of this machine" if per_node else "rank 0"
-        raise RuntimeError(f"{first} failed in rank0_first({getattr(unbound(f)[0], '__name__', f)}): {failure}")
+        name, which = getattr(unbound(f)[0], "__name__", f), "local " if per_node else ""
+        raise RuntimeError(f"{which}rank 0 failed in rank0_first({name}): {failure}")
     return f(*args, **kwargs)
 
 
