@@ -41,7 +41,7 @@ from learnerkit.shards import is_shard, put, rows_for
 from learnerkit.state import COUNTERS, Learner, State
 from learnerkit.text import in_one_line
 from learnerkit.torch_internals import StatisticsNorm
-from learnerkit.utils import unbound, unwrap
+from learnerkit.utils import unbound, unexpanded, unwrap
 from learnerkit.values import describe, digests, entries, map_batch, same, tensors_in
 
 TRAIN, TRAINED = "train", "trained"
@@ -589,6 +589,8 @@ def filled(here: Any, value: Any) -> Any:
         isinstance(here, np.ndarray) and here.flags.writeable and (here.shape, here.dtype) == (value.shape, value.dtype)
     ):
         here[...] = value
+    elif isinstance(here, Tensor) and unexpanded(here) is not here:
+        return value  # several of its values are one
     elif isinstance(here, Tensor) and not (here.requires_grad or value.requires_grad) and _kind(here) == _kind(value):
         # A host-device sync; an equal tensor is not written, as its memory may be read-only.
         if not torch.equal(here, value.to(here.device)):

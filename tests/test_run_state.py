@@ -297,6 +297,20 @@ def test_an_attribute_that_cannot_be_saved_is_left_out():
     assert learn.state_dict()["rank"]["callbacks"]["Counting"]["values"].keys() == {"steps", "seen", "mean"}
 
 
+def test_an_expanded_tensor_gives_way_to_what_it_became():
+    class Rates(Callback):
+        def __init__(self):
+            self.rates = torch.ones(1).expand(3)
+
+        def after_step(self):
+            self.rates = self.rates + torch.arange(3)
+
+    learn, again = make_learner(cbs=Rates()), make_learner(cbs=Rates())
+    learn.fit(1)
+    again.load_state_dict(copy.deepcopy(learn.state_dict()))
+    assert torch.equal(again.rates.rates, learn.rates.rates)
+
+
 def test_a_list_that_the_user_holds_stays_the_callbacks():
     learn = make()
     seen, state = learn.counting.seen, copy.deepcopy(learn.state_dict())
