@@ -219,7 +219,9 @@ class Output:
 
     def _show(self, number: int, lines: IO[bytes]) -> None:
         with lines:
+            before = time.monotonic()
             for line in lines if self.folder is None else self._followed(lines):
+                waited = time.monotonic() > before + POLL_SECONDS
                 try:
                     with self._terminal:
                         write_all(sys.stdout.fileno(), f"[rank {number}] ".encode() + line.rstrip(b"\n") + b"\n")
@@ -227,7 +229,10 @@ class Output:
                     say(f"the output of the ranks is shown no more: {e.strerror}")
                     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                     return  # without a log, a rank that prints fails, as it does without `tee`
-                self._shown = time.monotonic()
+                before = time.monotonic()
+                # A line that comes after the ranks have ended is of a process that they have left: it is not waited for.
+                if not (waited and self._ended.is_set()):
+                    self._shown = before
 
     def _followed(self, file: IO[bytes]) -> Iterator[bytes]:
         """Yield the lines of a file that grows until the ranks have ended."""

@@ -783,6 +783,22 @@ def test_a_pipe_that_does_not_block_gets_every_line(launched, tmp_path, unbuffer
     assert process.finish() == (0, None, "")
 
 
+@pytest.mark.slow
+def test_a_program_that_goes_on_printing_does_not_hold_up_the_end(launched, tmp_path):
+    (tmp_path / "leaves.py").write_text(
+        "import subprocess\n"
+        "loop = 'for i in $(seq 100); do echo tick || exit; sleep 0.2; done'\n"
+        "subprocess.Popen(['sh', '-c', loop], start_new_session=True)\n"
+        "print('done')\n"
+    )
+    began = time.monotonic()
+    code, out, err = launched("--tee", "leaves.py", cwd=tmp_path).finish()
+    assert time.monotonic() - began < 15
+    assert (code, err) == (0, "")
+    assert {*out.splitlines()} == {"[rank 0] done", "[rank 0] tick"}
+    time.sleep(1)  # the program finds that nobody reads what it prints
+
+
 def test_a_terminal_that_is_gone_ends_ranks_without_a_log_only(launched, tmp_path):
     (tmp_path / "talk.py").write_text(TALK)
     for options in (["--log-dir", "logs"], []):
