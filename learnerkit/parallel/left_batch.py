@@ -77,7 +77,7 @@ class LeftBatch(Callback):
     def finish_batch(self) -> None:
         """Join, with weight 0, the collectives of this batch in which this rank has not taken part."""
         learn, step = self.learn, self.step
-        if learn._gradient is None:  # The ranks train by themselves, as in the other hooks below.
+        if self._is_alone():
             return
         self.finish_backward()
         if learn.step_due:
@@ -87,6 +87,10 @@ class LeftBatch(Callback):
         if step.stepped and step.dispatch.resume("after_step"):
             step.clear()  # the other ranks clear their gradients, too
         step.joined.close()
+
+    def _is_alone(self) -> bool:
+        """Tell whether this rank trains by itself at the moment: then no other rank waits for it."""
+        return self.learn._gradient is None
 
     def finish_backward(self) -> None:
         """Take part in the reduction of the gradients without data, if this rank has skipped its backward pass."""
@@ -140,7 +144,7 @@ class LeftBatch(Callback):
             clears: the loop clears this rank's gradients afterwards. Then all ranks do so, if all skip.
         """
         step, dispatch = self.step, self.step.dispatch
-        if step.stepped is not None or self.learn._gradient is None:
+        if step.stepped is not None or self._is_alone():
             return
         # A rank that has skipped these hooks by a CancelBackwardException takes the step all the same.
         all_skip = self.finish_after_backward() and step.all_skip(step.point + 1)
@@ -162,7 +166,7 @@ class LeftBatch(Callback):
     @collective
     def after_cancel_backward(self) -> None:
         step = self.step
-        if self.learn._gradient is None:
+        if self._is_alone():
             return
         if not (step.kept or step.mean.begun) and any(p.grad is not None for p in step.params.values()):
             raise RuntimeError(
