@@ -230,7 +230,7 @@ class Output:
                     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                     return  # without a log, a rank that prints fails, as it does without `tee`
                 before = time.monotonic()
-                # A line that comes after the ranks have ended is of a process that they have left, and is not waited for.
+                # A line that comes after the ranks have ended is of a process that they have left: nobody waits for it.
                 if not (waited and self._ended.is_set()):
                     self._shown = before
 
