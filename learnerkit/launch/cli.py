@@ -443,7 +443,7 @@ def write_job(options: argparse.Namespace, command: list[str], words: list[str])
     add_job_options(parser := Parser(add_help=False, allow_abbrev=False))
     # Without -m, which stands before the module, and which may share its dash with -u.
     others = parser.parse_known_args(words)[1]
-    launcher = [re.sub("^-([um]+)", lambda short: "-" + short[1].replace("m", ""), word) for word in others]
+    launcher = [re.sub("^-([um]+)", lambda short: short[0].replace("m", ""), word) for word in others]
     launcher = [word for word in launcher if word not in ("-", "--")]
     grace = supervise.LONG_GRACE_SECONDS if options.grace is None else options.grace
     text = jobs.job_text(kind, command, values, launcher, nproc=options.nproc, grace=grace)

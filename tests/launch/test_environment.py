@@ -10,13 +10,8 @@ from learnerkit.text import escaped, escaped_line, killed_by
 def test_a_rank_gets_its_place_in_the_environment():
     given = {"RANK": "7", "WORLD_SIZE": "9", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "old", "GROUP_RANK": "1"}
     given |= {"KEPT": "yes", "NCCL_SOCKET_IFNAME": "eth0", "CUDA_VISIBLE_DEVICES": "3", "GROUP_NAME": "mine"}
-    given |= {
-        "NODE_RANK": "2",
-        "NODE_RANKING": "mine",
-        "ROLE_NAME": "old",
-        "ROLE_NAMES": "mine",
-        "LEARNERKIT_REPORT": "1",
-    }
+    given |= {"NODE_RANK": "2", "NODE_RANKING": "mine", "ROLE_NAME": "old", "ROLE_NAMES": "mine"}
+    given |= {"LEARNERKIT_REPORT": "1"}
     copy = dict(given)
     env = rank_environment(given, Topology(2, 1234), 1, gpus="5,6")
     assert given == copy
