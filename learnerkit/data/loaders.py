@@ -301,7 +301,7 @@ class DataLoaders:
                 kwargs |= {name: value for name, value in _WITHOUT_WORKERS.items() if name not in loader_kwargs}
             size = getattr(like.batch_sampler, "batch_size", None)
             if "collate_fn" not in loader_kwargs:
-                kwargs["collate_fn"] = self._joins_inputs(like, items)
+                kwargs["collate_fn"] = self._joins_inputs(like)
                 if kwargs["collate_fn"] is default_collate and type(items) is Tensor:
                     items = TensorDataset(items)  # it is read in whole batches
         dl = RowsLoader(items, batch_size=bs or size or 64, **kwargs)
@@ -315,17 +315,15 @@ class DataLoaders:
         one takes longer than running a small model.
         """
         if type(self).test_dl is DataLoaders.test_dl:
-            return self._joins_inputs(self.train if self.valid is None else self.valid, items)([*items]), ONLY_INPUTS
+            return self._joins_inputs(self.train if self.valid is None else self.valid)([*items]), ONLY_INPUTS
         # A generator, because the loader would otherwise draw a seed from the global one.
         dl = self.test_dl([*items], bs=len(items), num_workers=0, generator=torch.Generator())
         return next(iter(dl)), dl
 
-    def _joins_inputs(self, like: Any, items: Any) -> Callable[[list], Any]:
+    def _joins_inputs(self, like: Any) -> Callable[[list], Any]:
         """Return the function that collates a loader's inputs without targets; the default one if it collates none."""
         collate = like.collate_fn if getattr(like, "batch_sampler", None) is not None else default_collate
-        # A mapping may be a whole sample, or the input in a tuple with targets, which the model gets as one argument.
-        are_mappings = isinstance(items, list | tuple) and any(isinstance(item, Mapping) for item in items[:1])
-        if not isinstance(like, DataLoader) or (collate is default_collate and not are_mappings):
+        if not isinstance(like, DataLoader) or collate is default_collate:
             return default_collate
         if self._inputs is None or self._inputs[0] is not like or self._inputs[1].args[0] is not collate:
             self._inputs = like, partial(_collate_inputs, collate, _yields_tuples(like))

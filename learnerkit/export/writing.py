@@ -212,7 +212,7 @@ def example(learn: "Learner") -> tuple[tuple, dict[str, Any], int]:
     inputs = map_batch(lambda t: t.contiguous() if t.layout == torch.strided else t, inputs)
     if size == 1:
         inputs, size = map_batch(lambda t: torch.cat([t, t]) if t.ndim and len(t) == 1 else t, inputs), 2
-    return ((), dict(inputs[0]), size) if isinstance(batch, Mapping) else (inputs, {}, size)
+    return ((), dict(inputs[0]), size) if isinstance(inputs[0], Mapping) else (inputs, {}, size)
 
 
 @contextmanager

@@ -149,20 +149,6 @@ def make_regression(n, seed):
     return TensorDataset(torch.randn(n, 4, generator=g), torch.randn(n, 2, generator=g))
 
 
-def test_a_mapping_beside_targets_is_one_input():
-    class Nested(nn.Linear):
-        def forward(self, entries):
-            return super().forward(entries["x"])
-
-    x, y = make_classes(7).tensors
-    samples = [({"x": a}, b) for a, b in zip(x, y, strict=True)]
-    learn = Learner(DataLoaders(DataLoader(samples, 4), device="cpu"), Nested(4, 3), nn.CrossEntropyLoss())
-    preds = learn.get_preds(0)[0]
-    torch.testing.assert_close(learn.predict({"x": x[2]}).pred, preds[2])
-    torch.testing.assert_close(learn.predict(({"x": x[2]},)).pred, preds[2])
-    assert torch.equal(learn.get_preds(dl=learn.dls.test_dl([sample for sample, _ in samples]))[0], preds)
-
-
 def test_the_forward_of_a_loss_module_may_take_the_reduction():
     class Smooth(nn.Module):
         def forward(self, pred, target, reduction="mean"):

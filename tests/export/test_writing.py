@@ -144,19 +144,6 @@ def test_a_program_needs_no_code(kind):
             torch.testing.assert_close(other.model(larger), learn.model.eval()(larger))
 
 
-def test_a_program_may_take_a_mapping_beside_targets():
-    class OfEntries(Pair):
-        def forward(self, entries):
-            return super().forward(**entries)
-
-    data = Data("pair")
-    samples = [({"a": a, "b": b}, y) for a, b, y in zip(data.a, data.b, data.y, strict=True)]
-    dls = DataLoaders.from_datasets(samples, samples, bs=3, device="cpu")
-    learn = make_learner(dls, OfEntries(), nn.CrossEntropyLoss())
-    other = load_learner(learn.export("entries.pt2"), device="cpu")
-    torch.testing.assert_close(other.predict((samples[0][0],)).pred, learn.predict(samples[0][0]).pred)
-
-
 SCRIPT = """
 import sys, torch
 from pathlib import Path
