@@ -32,7 +32,6 @@ from learnerkit.data.order import (
     put_states,
     set_generator_state,
     states_of,
-    without_arrays,
 )
 from learnerkit.distributed import seeds
 from learnerkit.events import CancelTrainException
@@ -72,7 +71,7 @@ def state_dict(learn: "Learner", first: Mapping[str, Mapping[str, Any]] | None =
     own = {key: state.pop("own") for key, state in states.items() if "own" in state}
     alone = {key: state_of(cb, first.get(key)) for key, cb in cbs if cb.rank0_only and distributed.is_main()}
     mine = {
-        "random": [*map(without_arrays, seeds.seed_states()), seeds.device_states(learn.dls.device)],
+        "random": [*map(seeds.without_arrays, seeds.seed_states()), seeds.device_states(learn.dls.device)],
         "seed": torch.initial_seed(),
         "data": {
             place: generator_state(vars(part)[name])

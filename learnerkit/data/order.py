@@ -117,17 +117,8 @@ def generator_state(generator: Any) -> Any:
     if isinstance(generator, random.Random):
         return generator.getstate()
     if isinstance(generator, np.random.Generator):
-        return without_arrays(generator.bit_generator.state)
-    return without_arrays(generator.get_state())  # torch's generator, or numpy's legacy one
-
-
-def without_arrays(state: Any) -> Any:
-    """Return a random state with lists instead of numpy's arrays, which torch would not load by default."""
-    if type(state) is dict:
-        return {name: without_arrays(part) for name, part in state.items()}
-    if type(state) is tuple:
-        return tuple(map(without_arrays, state))
-    return state.tolist() if isinstance(state, np.ndarray) else state
+        return seeds.without_arrays(generator.bit_generator.state)
+    return seeds.without_arrays(generator.get_state())  # torch's generator, or numpy's legacy one
 
 
 def set_generator_state(generator: Any, state: Any) -> None:

@@ -69,6 +69,15 @@ def seed_states() -> tuple:
     return torch.get_rng_state(), random.getstate(), numpy.random.get_state() if numpy else None
 
 
+def without_arrays(state: Any) -> Any:
+    """Return a random state with lists instead of numpy's arrays, which torch would not load by default."""
+    if type(state) is dict:
+        return {name: without_arrays(part) for name, part in state.items()}
+    if type(state) is tuple:
+        return tuple(map(without_arrays, state))
+    return state.tolist() if type(state).__name__ == "ndarray" else state
+
+
 @contextmanager
 def device_streams_kept(device: torch.device) -> Iterator[None]:
     """Restore the random generators of all devices of this device's type at the end of the context.
