@@ -634,7 +634,8 @@ def test_the_end_of_a_forked_child_is_not_that_of_its_rank(launched, tmp_path):
         "        time.sleep(1)  # the other rank waits by then\n"
         "    distributed.join()\n"
     )
-    assert launched("--nproc", 2, "forks.py", cwd=tmp_path).finish() == (0, "", "")
+    code, _, err = launched("--nproc", 2, "forks.py", cwd=tmp_path).finish()  # older versions of torch print lines
+    assert (code, err) == (0, "")
 
 
 def test_a_rank_that_does_not_stop_is_killed_after_the_grace_time(launched):
