@@ -442,7 +442,7 @@ BUDGETS = {
     "callbacks": 40_754, "parallel": 26_720, "data": 19_475, "scaling": 16_576, "preflight": 18_262, "sweep": 11_262,
     "launch": 14_467, "checkpoints": 13_752, "learner": 10_376, "inspection": 9_156, "metrics": 9_206,
     "loggers": 7_563, "images": 7_784, "optim": 7_753, "notebook": 7_139, "tabular": 7_189, "export": 6_769,
-    "losses": 6_821, "distributed": 6_221, "vision": 5_114, "run_state": 5_411, "language": 4_470, "processes": 4_883,
+    "losses": 6_821, "distributed": 6_149, "vision": 5_114, "run_state": 5_411, "language": 4_470, "processes": 4_883,
     "files": 4_455, "torch_internals": 3_691, "explain": 3_373, "utils": 2_085, "values": 1_368, "large": 2_583,
     "callback": 2_305, "clusters": 3_924, "arguments": 1_997, "__init__": 1_659, "datasets": 1_344, "shards": 842,
     "text": 688, "gradient_mean": 885, "endings": 584, "host_scalars": 868, "state": 531, "__main__": 290,

@@ -33,17 +33,10 @@ from learnerkit.endings import may_follow
 from learnerkit.marks import collective
 from learnerkit.torch_internals import CollectiveRefusal
 from learnerkit.utils import unbound
-from learnerkit.values import TensorFunction, digests
+from learnerkit.values import TensorFunction, digests, in_a_row
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-_SENT = (
-    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex128, torch.complex64,
-    torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool,
-)  # fmt: skip
-"""The types of tensors that gloo sends; others are sent as these, bit by bit."""
-_CARRIERS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
 
 # The mean is the sum, divided at the end.
 _OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -61,9 +54,9 @@ def _own_copy(x: Tensor) -> Tensor:
     return copy.contiguous() if copy.layout is torch.strided else copy
 
 
-def _sendable(x: Tensor) -> Tensor:
-    """Return the same memory as a tensor of a type that can be sent."""
-    return x if x.dtype in _SENT else x.view(_CARRIERS[x.itemsize])
+def _bytes(x: Tensor) -> Tensor:
+    """Return the memory of a contiguous tensor as bytes, because gloo cannot send every type; a sparse one as it is."""
+    return in_a_row(x).view(torch.uint8) if x.layout is torch.strided else x
 
 
 _refusal: ContextVar[Callable[[str], RuntimeError] | None] = ContextVar("refusal", default=None)
@@ -248,7 +241,7 @@ def broadcast(x: T, src: int = 0, among: str = "") -> T:
     with _explained("broadcast"):
         if isinstance(x, Tensor):
             copy: Any = _own_copy(x)
-            dist.broadcast(_sendable(copy), src, group(among, copy.device.type))
+            dist.broadcast(_bytes(copy), src, group(among, copy.device.type))
             return copy.to(x.device)
         box = [x]
         dist.broadcast_object_list(box, src, group(among))
@@ -318,7 +311,7 @@ def all_gather(x: T, among: str = "") -> list[T]:
                 return list(_Gathered.apply(x)) if x.ndim else [part[0] for part in _Gathered.apply(x[None])]
             local = _wire(x.detach()).resolve_conj().resolve_neg().contiguous()
             parts: list = [torch.empty_like(local) for _ in range(world_size())]
-            dist.all_gather([*map(_sendable, parts)], _sendable(local), group(among, local.device.type))
+            dist.all_gather([*map(_bytes, parts)], _bytes(local), group(among, local.device.type))
             return [p.to(x.device) for p in parts]
         everyone: list = [None] * world_size()
         dist.all_gather_object(everyone, x, group(among))
