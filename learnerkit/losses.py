@@ -722,7 +722,7 @@ def take_loss(learn: "Learner") -> None:
     if learn.training and learn.iter == learn.first_iter and learn.n_ranks > 1:
         weighting.gathers = any(node.name() == distributed.GATHERED for node in nodes_of([learn.loss_grad]))
     table = learn._dispatch.table
-    learn.loss_count = count = batch_count(learn)
+    learn.loss_count = count = batch_count(learn) if learn.batch_size else 0  # a rank's stand-in sample is none
     if weighting.parts and learn.batch_size:
         weighting.take_parts(learn)
     if (table["after_loss"] or table["before_backward"]) and isinstance(learn.loss, Tensor):

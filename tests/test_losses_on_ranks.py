@@ -220,3 +220,21 @@ def test_a_batch_that_counts_nothing_on_any_rank(empty, unused):
 
     (_, alone), (_, together) = alone_and_together(make, use, find_unused_parameters=unused)
     torch.testing.assert_close(together, alone, rtol=1e-9, atol=1e-12)
+
+
+def test_the_sample_that_stands_in_on_a_shard_without_data_counts_nothing_in_a_batch_that_is_cancelled():
+    x, y = torch.randn(13, 4, dtype=torch.float64), torch.arange(13) % 3
+    weight = torch.tensor([1.0, 2.0, 0.3], dtype=torch.float64)
+
+    def leave(cb):
+        if cb.iter == 2:  # the last batch, with one sample
+            raise CancelBackwardException
+
+    def make():
+        torch.manual_seed(1)
+        dls = DataLoaders(DataLoader(TensorDataset(x, y), 6), device="cpu")
+        model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+        return Learner(dls, model, nn.CrossEntropyLoss(weight), lr=0.1, cbs=Callback(before_backward=leave))
+
+    (alone, _), (together, _) = alone_and_together(make, lambda learn: learn.fit(2), shard=True)
+    torch.testing.assert_close(together.recorder.values, alone.recorder.values, rtol=1e-9, atol=1e-12)
