@@ -128,7 +128,12 @@ class Evaluation:
     Args:
         meters: one for each metric.
         learn: the learner, whose data may be divided among the ranks.
+
+    Attributes:
+        is_whole: the metrics have all samples: the pass was not begun on another number of ranks.
     """
+
+    is_whole = True
 
     def __init__(self, meters: list[Meter], learn: "Learner") -> None:
         self.meters = meters
@@ -195,7 +200,7 @@ class Evaluation:
         """Return the value of each metric; every rank must reach this if the data are sharded."""
         if not self.meters:
             return []
-        if not (distributed.reduce(self.batches) if self.sharded else self.batches):
+        if not (self.is_whole and (distributed.reduce(self.batches) if self.sharded else self.batches)):
             return [math.nan] * sum(len(meter.columns) for meter in self.meters)
         self._begin()  # This rank may have no data.
         values = [value for meter in self.meters for value in meter.row(self.sharded)]
@@ -205,19 +210,24 @@ class Evaluation:
     def state_dict(self) -> State:
         """Return this rank's losses and the states of its metrics. A host-device sync."""
         meters = [] if self._is_fresh else [meter.state_dict() for meter in self.meters]
-        return self.loss.state_dict() | {"batches": self.batches, "meters": meters}
+        return self.loss.state_dict() | {"batches": self.batches, "meters": meters if self.is_whole else None}
 
     def load_ranks(self, ranks: list[State], counted: bool) -> None:
         """Restore the state of one rank; from the states of several ranks, only the losses, as `LossMeter` does."""
         self.loss = LossMeter(self.weighting.parts)
         self.loss.load_ranks(ranks, self.weighting.sums, counted)
-        meters = ranks[0]["meters"] if len(ranks) == 1 and counted else []
         self._is_fresh = True
-        if meters:
-            self._begin()
-            self.batches = ranks[0]["batches"]
-        for meter, state in zip(self.meters, meters, strict=False):
-            meter.load_state_dict(state)
+        self.batches = max(rank["batches"] for rank in ranks)  # not 0 on one rank alone
+        if not (self.meters and self.batches):
+            return
+        self._begin()
+        meters = ranks[0]["meters"]
+        # One process and several have meters of other kinds for some metrics.
+        kinds = [meter.state_dict().keys() for meter in self.meters]
+        self.is_whole = len(ranks) == 1 and meters is not None and [state.keys() for state in meters] == kinds
+        if self.is_whole and counted:
+            for meter, state in zip(self.meters, meters, strict=True):
+                meter.load_state_dict(state)
 
 
 def _meters(metrics: Any, learn: "Learner") -> list[Meter]:
@@ -622,6 +632,9 @@ class Recorder(Callback):
         counted = "own" in state or distributed.is_main()
         if "_train" in vars(self):  # Otherwise nothing has run here, and no epoch goes on.
             self._train.load_ranks([rank["train"] for rank in ranks], counted)
+            if not self._train.is_whole:
+                say = self.learn.say
+                say(f"training metrics of epoch {self.learn.epoch} are nan: it began on another number of processes")
         self.logged = {}
         for name, values in (item for rank in ranks if counted for item in rank["logged"].items()):
             self.logged.setdefault(name, WeighedScalars()).extend(**values)

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import itertools
+import math
 import re
 import sys
 from functools import partial
@@ -222,6 +223,22 @@ def test_train_metrics_are_of_the_predictions_made_in_training():
     learn.add_cb(Callback(after_loss=lambda cb: cb.training and seen.append(mae(cb.pred, cb.y).item())))
     learn.fit(1)
     assert learn.recorder.values[0][1] == pytest.approx(sum(seen) / 2)
+
+
+def test_train_metrics_of_an_epoch_that_other_processes_have_begun_are_nan(capsys):
+    def go_on(cb):
+        if cb.training and (cb.epoch, cb.iter) == (0, 0):
+            state = cb.learn.recorder.state_dict()
+            cb.learn.recorder.load_state_dict(state | {"ranks": [state.pop("own")] * 2})
+            cb.learn.recorder.load_state_dict(cb.learn.recorder.state_dict())
+
+    learn = learner([mae, rmse], recorder=Recorder(train_metrics=True))
+    learn.fit(2, cbs=Callback(after_batch=go_on, order=100))
+    (loss, *values, _, _, _), after = (row[:-1] for row in learn.recorder.values)
+    assert math.isfinite(loss)
+    assert all(map(math.isnan, values))
+    assert all(map(math.isfinite, after))
+    assert "training metrics of epoch 0 are nan" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
