@@ -1,0 +1,463 @@
+"""Jobs that are drawn from a seed, for test_random_jobs.py: data, model, loss, optimizers, callbacks, fits and a stop.
+
+A job is a mapping from names of OPTIONS to one of their values; about half of its values are the first, the plain one.
+"""
+
+import random
+from functools import partial
+from itertools import count
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.optim import SGD, Adam, AdamW, RMSprop
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import IterableDataset, Subset, TensorDataset, WeightedRandomSampler
+
+from learnerkit import (
+    EMA,
+    SWA,
+    AccumMetric,
+    BatchTransform,
+    Callback,
+    CancelBackwardException,
+    CancelBatchException,
+    CancelEpochException,
+    CancelStepException,
+    CancelTrainException,
+    CheckpointCallback,
+    DataLoaders,
+    EarlyStoppingCallback,
+    GradientAccumulation,
+    GradientClip,
+    Learner,
+    MixUp,
+    Recorder,
+    ReduceLROnPlateau,
+    SaveModelCallback,
+    SplitBatch,
+    TorchScheduler,
+    ValidateEvery,
+    accuracy,
+    distributed,
+    mse,
+    rmse,
+    set_seed,
+)
+
+CLASSES = 3
+CONSTANT = ("fit", "steps", "frozen", "torch's schedule", "lr_find")
+FITS = (*CONSTANT, "one cycle", "flat cos", "sgdr", "fine tune", "slice")
+
+OPTIONS = {
+    "samples": (24, 13, 37, 50),
+    "valid": (17, 0, 5),
+    "batch": (12, 6),
+    "data": ("tensors", "rows", "mappings", "subset", "stream"),
+    "order": ("shuffled", "in order", "weighted", "generator"),
+    "workers": (0, 2),
+    "split_batches": (True, False),
+    "drop_last": (False, True),
+    "loss": ("classes", "weighted classes", "ignored", "smoothed", "numbers", "sum", "sample weights", "the model's"),
+    "norm": (False, True),
+    "tied": (False, True),
+    "frozen": (False, True),
+    "unused": (False, True),
+    "dropout": (0.0, 0.2),
+    "opt": ("adam", "momentum", "nesterov", "adamw", "rmsprop"),
+    "groups": ("one", "two", "two optimizers"),
+    "wd": (None, 0.1),
+    "accumulate": (None, {"n_batches": 2}, {"n_batches": 3}, {"n_samples": 20}),
+    "clip": (None, 0.5),
+    "average": (None, "ema", "swa"),
+    "parts": (None, 2),
+    "tracker": (None, "save", "early stop", "plateau"),
+    "validate": (None, 2),
+    "penalty": (False, True),
+    "cancel": (None, "batch", "backward", "step", "train", "epoch"),
+    "mix": (None, "mixup", "noise"),
+    "train_metrics": (False, True),
+    "inside": (None, "after_epoch", "after_step", "before_batch"),
+    "backward": ("the library's", "its own"),
+    "after": (None, "validate", "predictions", "other data", "other batches", "thawed"),
+    "fits": (1, 2, 3),
+    "first": FITS, "second": FITS, "third": FITS,
+    "every": (1, 2, 3, "epoch"),
+    "async_save": (False, True),
+    "stop": ("after_batch", "before_batch", "after_step", "after_backward", "before_validate", "after_epoch"),
+    "stop_at": tuple(range(2, 12)),
+}  # fmt: skip
+
+
+class Stopped(Exception):
+    """Ends a job in mid-fit."""
+
+
+def draw(seed, ranks=(1,), shard=False):
+    """Draw a job.
+
+    Args:
+        seed: of the job; the same seed makes the same job.
+        ranks: the numbers of ranks on which it is to come to the same. It leaves out what the documentation says is
+            different on them.
+        shard: whether its model is sharded.
+    """
+    rng = random.Random(seed)
+    job = {name: options[0] if rng.random() < 0.5 else rng.choice(options) for name, options in OPTIONS.items()}
+    plain = {name: options[0] for name, options in OPTIONS.items()}
+
+    def leave(*names):
+        job.update({name: plain[name] for name in names})
+
+    job["seed"] = seed
+    if len(ranks) > 1:
+        leave("dropout", "mix")  # each rank draws by itself
+    if len(ranks) > 2:
+        leave("split_batches")  # the batches of a rank would change their size
+    if shard:
+        leave("penalty")  # it is of whole weights
+    if not job["split_batches"]:
+        leave("drop_last")  # the last batch of one process may be a whole one of the ranks
+    if job["data"] == "stream":
+        leave("split_batches", "workers", "order", "drop_last")
+    if job["order"] == "weighted":
+        leave("after")  # its sampler is for this data
+    if job["loss"] == "the model's":
+        job["data"] = "mappings"
+        leave("mix")
+    elif job["data"] == "mappings" and job["loss"] == "sample weights":
+        leave("data")
+    if job["loss"] in ("sum", "sample weights"):
+        leave("penalty", "mix", "backward")  # a penalty counts beside a mean
+    if job["loss"] in ("ignored", "sample weights") or job["parts"]:
+        leave("mix", "penalty", "backward")
+    if job["groups"] == "two optimizers":
+        leave("wd", "tracker", "backward")
+    if job["backward"] != "the library's":
+        leave("accumulate", "parts")
+    for name in ("first", "second", "third"):
+        if job["data"] == "stream" or job["tracker"] == "plateau":
+            job[name] = job[name] if job[name] in CONSTANT else "fit"
+        if job["cancel"] in ("train", "epoch"):
+            job[name] = job[name] if job[name] not in ("steps", "lr_find") else "fit"
+    if job["cancel"] in ("train", "epoch"):
+        leave("validate")
+    if not job["valid"]:
+        leave("tracker", "validate", "inside")
+        job["after"] = None if job["after"] in ("validate", "predictions") else job["after"]
+    return job
+
+
+# Data and model
+
+
+class Rows(torch.utils.data.Dataset):
+    """Samples one by one, as tuples or mappings."""
+
+    def __init__(self, *tensors, names=None):
+        self.tensors, self.names = tensors, names
+
+    def __len__(self):
+        return len(self.tensors[0])
+
+    def __getitem__(self, i):
+        row = tuple(tensor[i] for tensor in self.tensors)
+        return row if self.names is None else dict(zip(self.names, row, strict=True))
+
+
+class Stream(IterableDataset):
+    """The rows one after another."""
+
+    def __init__(self, *tensors):
+        self.tensors = tensors
+
+    def __iter__(self):
+        return iter(Rows(*self.tensors))
+
+
+KINDS = {
+    "tensors": TensorDataset,
+    "rows": Rows,
+    "mappings": partial(Rows, names=("x", "labels")),
+    "subset": lambda *tensors: Subset(TensorDataset(*tensors), range(len(tensors[0]) - 1, -1, -1)),
+    "stream": Stream,
+}
+
+
+def make_samples(job, n, seed):
+    """A dataset of n samples."""
+    rng = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, 5, generator=rng, dtype=torch.float64)
+    y = x[:, :CLASSES].argmax(1)
+    if job["loss"] == "ignored":
+        y[torch.arange(n) % 3 == 1] = -100
+    if job["loss"] in ("numbers", "sum", "sample weights"):
+        y = x[:, :CLASSES].sin()
+    weights = [torch.rand(n, generator=rng, dtype=torch.float64)] if job["loss"] == "sample weights" else []
+    return x, y, *weights
+
+
+def make_loaders(job, batch):
+    """The loaders of a job, with batches of a size."""
+    n, seed = job["samples"], job["seed"]
+    options = {"n_inp": 1} if job["loss"] == "sample weights" else {}
+    if job["data"] != "stream":
+        rng = torch.Generator().manual_seed(seed)
+        options |= {
+            "shuffled": {},
+            "in order": {"shuffle": False},
+            "weighted": {"sampler": WeightedRandomSampler(torch.arange(1.0, n + 1), n, generator=rng)},
+            "generator": {"generator": rng},
+        }[job["order"]]
+        options |= {"drop_last": job["drop_last"], "num_workers": job["workers"]}
+    valid = [KINDS[job["data"]](*make_samples(job, job["valid"], seed + 1))] if job["valid"] else []
+    train = KINDS[job["data"]](*make_samples(job, n, seed))
+    return DataLoaders.from_datasets(train, *valid, bs=batch, valid_bs=batch, device="cpu", **options)
+
+
+class Net(nn.Module):
+    """Three layers; the second may be used twice, be frozen, or have a norm before it."""
+
+    def __init__(self, job):
+        super().__init__()
+        self.a = nn.Linear(5, 8)
+        self.norm = nn.LayerNorm(8) if job["norm"] else nn.Identity()
+        self.b = nn.Linear(8, 8)
+        self.drop = nn.Dropout(job["dropout"])
+        self.c = nn.Linear(8, CLASSES)
+        self.unused = nn.Linear(2, 2) if job["unused"] else None
+        self.b.requires_grad_(not job["frozen"])
+        self.tied, self.own_loss = job["tied"], job["loss"] == "the model's"
+        self.double()
+
+    def forward(self, x, labels=None):
+        h = torch.tanh(self.b(F.gelu(self.norm(self.a(x)))))
+        h = self.c(self.drop(torch.tanh(self.b(h)) if self.tied else h))
+        return {"loss": F.cross_entropy(h, labels), "logits": h} if self.own_loss else h
+
+
+def by_sample(pred, y, weights):
+    """A mean by the weights of the samples."""
+    return ((pred - y).pow(2).mean(1) * weights).sum() / weights.sum()
+
+
+def make_loss(job):
+    """(the loss, its weight)."""
+    return {
+        "classes": (nn.CrossEntropyLoss(), None),
+        "weighted classes": (nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 0.3], dtype=torch.float64)), None),
+        "ignored": (nn.CrossEntropyLoss(), None),
+        "smoothed": (nn.CrossEntropyLoss(label_smoothing=0.1), None),
+        "numbers": (nn.MSELoss(), None),
+        "sum": (nn.MSELoss(reduction="sum"), "sum"),
+        "sample weights": (by_sample, lambda y, weights: weights.sum()),
+        "the model's": (None, None),
+    }[job["loss"]]
+
+
+# Callbacks
+
+
+CANCELS = {
+    "batch": ("before_batch", CancelBatchException),
+    "backward": ("before_backward", CancelBackwardException),
+    "step": ("before_step", CancelStepException),
+    "train": ("after_batch", CancelTrainException),
+    "epoch": ("before_batch", CancelEpochException),
+}
+
+
+def raise_at(event, error, at):
+    """A callback that raises an error at the third batch, or at some call of an event."""
+    seen = count(1)
+
+    def leave(cb):
+        if cb.training and at is None and cb.iter == 2:
+            raise error
+        if at is not None and (cb.training or event in ("before_validate", "after_epoch")) and next(seen) == at:
+            raise error
+
+    return Callback(**{event: leave}, order=70)
+
+
+def penalise(cb):
+    """Add a penalty of the weights."""
+    if cb.training:
+        cb.learn.loss_grad = cb.loss_grad + 0.01 * sum(p.pow(2).sum() for p in cb.model.parameters())
+
+
+def log_loss(cb):
+    """Log what a batch has come to."""
+    if cb.training and cb.batch_size and cb.loss is not None:
+        cb.learn.log_metric("logged", cb.loss * 2)
+
+
+def evaluate(cb):
+    """Evaluate in mid-fit."""
+    if cb.training and (cb.train_iter == 3 or cb.iter == cb.n_iter):
+        cb.learn.log_metric("inside", float(cb.learn.get_preds()[0].abs().mean()))
+
+
+def make_callbacks(job, folder):
+    """The callbacks of a job."""
+    found = [
+        job["accumulate"] and GradientAccumulation(**job["accumulate"]),
+        job["clip"] and GradientClip(max_norm=job["clip"]),
+        {"ema": EMA(0.9), "swa": SWA(start=0.3)}.get(job["average"]),
+        job["parts"] and SplitBatch(parts=job["parts"]),
+        job["validate"] and ValidateEvery(n=job["validate"]),
+        job["penalty"] and Callback(after_loss=penalise),
+        job["cancel"] and raise_at(*CANCELS[job["cancel"]], at=None),
+        job["mix"] == "mixup" and MixUp(),
+        job["mix"] == "noise" and BatchTransform(lambda x: x + 0.1 * torch.randn_like(x)),
+        job["train_metrics"] and Recorder(train_metrics=True),
+        job["inside"] and Callback(**{job["inside"]: evaluate}),
+        job["tracker"] == "save" and SaveModelCallback(fname=Path(folder, "best")),
+        job["tracker"] == "early stop" and EarlyStoppingCallback(patience=1),
+        job["tracker"] == "plateau" and ReduceLROnPlateau(patience=1, factor=2.0),
+        job["loss"] != "sum" and Callback(after_batch=log_loss),
+    ]
+    return [cb for cb in found if cb]
+
+
+# The job
+
+
+class TwoBackwards(Learner):
+    """A backward pass in two halves."""
+
+    def _backward(self):
+        (self.loss_grad * 0.5).backward(retain_graph=True)
+        (self.loss_grad * 0.5).backward()
+
+
+OPTS = {
+    "adam": Adam,
+    "momentum": partial(SGD, momentum=0.9),
+    "nesterov": partial(SGD, momentum=0.8, nesterov=True),
+    "adamw": AdamW,
+    "rmsprop": partial(RMSprop, momentum=0.5),
+}
+
+
+class TwoKinds(Learner):
+    """A learner with an optimizer for the first layer and one for all others."""
+
+    def create_opt(self):
+        first = [p for name, p in self.model.named_parameters() if name.startswith("a.")]
+        rest = [p for name, p in self.model.named_parameters() if not name.startswith("a.") and p.requires_grad]
+        return {"first": SGD(first, lr=self.lr), "rest": Adam(rest, lr=self.lr)}
+
+
+def halves(model):
+    """Split the parameters in two groups."""
+    return [[*model.a.parameters()], [p for name, p in model.named_parameters() if not name.startswith("a.")]]
+
+
+def fit(learn, job, how):
+    """Train once."""
+    grouped = job["groups"] == "two"
+    lr = 2e-2
+    if how == "one cycle":
+        learn.fit_one_cycle(2, lr)
+    elif how == "flat cos":
+        learn.fit_flat_cos(2, lr)
+    elif how == "sgdr":
+        learn.fit_sgdr(1, 2, lr)
+    elif how == "fine tune" and grouped:
+        learn.fine_tune(1, lr)
+    elif how == "frozen" and grouped:
+        learn.freeze()
+        learn.fit(1, lr)
+        learn.unfreeze()
+    elif how == "slice" and grouped:
+        learn.fit_one_cycle(1, slice(1e-3, 1e-2))
+    elif how == "steps":
+        learn.fit(n_steps=5, lr=lr)
+    elif how == "torch's schedule" and job["groups"] != "two optimizers" and job["tracker"] != "plateau":
+        learn.fit(2, lr, cbs=TorchScheduler(lambda opt: StepLR(opt, 2, 0.5)))
+    elif how == "lr_find":
+        learn.lr_find(num_it=12, show_plot=False)
+        learn.fit(1, lr)
+    else:
+        learn.fit(2, lr)
+
+
+def do_after(learn, job, batch):
+    """Do what users do between two fits; return numbers."""
+    after = job["after"]
+    if after == "validate":
+        return learn.validate()
+    if after == "predictions":
+        return learn.get_preds()[0].flatten().tolist()
+    if after == "other data":
+        learn.dls = make_loaders(job | {"seed": job["seed"] + 5}, batch)
+    if after == "other batches":
+        learn.dls = make_loaders(job, 2 * batch)
+    if after == "thawed":
+        learn.model.b.requires_grad_(not learn.model.b.weight.requires_grad)
+    return []
+
+
+def make(job, folder, cbs, batch):
+    """The learner of a job."""
+    classes = job["loss"] in ("classes", "weighted classes", "smoothed", "the model's")
+    metrics = [AccumMetric(right, name="right")] if classes or job["loss"] == "ignored" else []
+    metrics += [accuracy] if classes else [mse, rmse] if job["loss"] in ("numbers", "sum") else []
+    loss, weight = make_loss(job)
+    cls = TwoBackwards if job["backward"] == "its own" else TwoKinds if job["groups"] == "two optimizers" else Learner
+    dls = make_loaders(job, batch)
+    torch.default_generator.manual_seed(job["seed"])  # the weights are those of one process
+    return cls(
+        dls, Net(job), loss, loss_weight=weight, metrics=metrics, opt_func=OPTS[job["opt"]], lr=1e-2, wd=job["wd"],
+        splitter=halves if job["groups"] == "two" else None, cbs=[*make_callbacks(job, folder), *cbs],
+    )  # fmt: skip
+
+
+def right(pred, y):
+    """The share of right classes."""
+    return (pred.argmax(1) == y).double().mean()
+
+
+def numbers(row):
+    """A row of the recorder without its time."""
+    return [value for value in row[:-1] if value is not None]
+
+
+def run(job, folder, how="whole", shard=False):
+    """Train and evaluate; return what a job comes to on this rank, `None` if it was stopped.
+
+    Args:
+        job: as `draw` makes it.
+        folder: for its files.
+        how: "whole"; "stopped": a checkpoint is left in the folder; or "resumed": from this checkpoint.
+        shard: whether its model is sharded.
+    """
+    set_seed(job["seed"])
+    cbs = [] if how == "whole" else [CheckpointCallback(Path(folder, "checkpoints"), every=job["every"], resume=True)]
+    if how == "stopped":
+        cbs.append(raise_at(job["stop"], Stopped, at=job["stop_at"]))
+    batch = job["batch"] // (1 if job["split_batches"] else distributed.world_size())
+    learn = make(job, folder, cbs, batch)
+    rows, evaluations = [], []
+    options = {"shard": True} if shard else {}
+    with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(split_batches=job["split_batches"], **options):
+        try:
+            for name in ("first", "second", "third")[: job["fits"]]:
+                fit(learn, job, job[name])
+                rows += [numbers(row) for row in learn.recorder.values]
+                evaluations += do_after(learn, job, batch)
+        except Stopped:
+            return None
+    opts = learn.opt.values() if isinstance(learn.opt, dict) else [learn.opt]
+    states = [s for opt in opts for _, s in sorted(opt.state_dict()["state"].items())]
+    return {
+        "weights": {name: value.clone() for name, value in learn.model.state_dict().items()},
+        "opt": [value.clone() for state in states for _, value in sorted(state.items()) if value is not None],
+        "rows": rows,
+        "losses": learn.recorder.losses,
+        "lrs": learn.recorder.lrs,
+        "evaluations": evaluations,
+        "drawn": torch.rand(2),
+    }
