@@ -4,6 +4,7 @@ A job is a mapping from names of OPTIONS to one of their values; about half of i
 """
 
 import random
+from contextlib import nullcontext, suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -19,6 +20,7 @@ from learnerkit import (
     EMA,
     SWA,
     AccumMetric,
+    ActivationCheckpointing,
     BatchTransform,
     Callback,
     CancelBackwardException,
@@ -31,11 +33,13 @@ from learnerkit import (
     EarlyStoppingCallback,
     GradientAccumulation,
     GradientClip,
+    GradientNoiseScale,
     Learner,
     MixUp,
     Recorder,
     ReduceLROnPlateau,
     SaveModelCallback,
+    ScalingMonitor,
     SplitBatch,
     TorchScheduler,
     ValidateEvery,
@@ -80,7 +84,9 @@ OPTIONS = {
     "train_metrics": (False, True),
     "inside": (None, "after_epoch", "after_step", "before_batch"),
     "backward": ("the library's", "its own"),
-    "after": (None, "validate", "predictions", "other data", "other batches", "thawed"),
+    "watch": (None, "noise", "monitor", "recompute"),
+    "after": (None, "validate", "predictions", "saved", "other data", "other batches", "thawed", "reset"),
+    "context": ("of all fits", "of each"),
     "fits": (1, 2, 3),
     "first": FITS, "second": FITS, "third": FITS,
     "every": (1, 2, 3, "epoch"),
@@ -117,6 +123,7 @@ def draw(seed, ranks=(1,), shard=False):
         leave("split_batches")  # the batches of a rank would change their size
     if shard:
         leave("penalty")  # it is of whole weights
+        job["watch"] = None if job["parts"] else job["watch"]
     if not job["split_batches"]:
         leave("drop_last")  # the last batch of one process may be a whole one of the ranks
     if job["data"] == "stream":
@@ -125,11 +132,12 @@ def draw(seed, ranks=(1,), shard=False):
         leave("after")  # its sampler is for this data
     if job["loss"] == "the model's":
         job["data"] = "mappings"
-        leave("mix")
     elif job["data"] == "mappings" and job["loss"] == "sample weights":
         leave("data")
     if job["loss"] in ("sum", "sample weights"):
         leave("penalty", "mix", "backward")  # a penalty counts beside a mean
+    if job["data"] == "mappings":
+        leave("mix")
     if job["loss"] in ("ignored", "sample weights") or job["parts"]:
         leave("mix", "penalty", "backward")
     if job["groups"] == "two optimizers":
@@ -299,6 +307,9 @@ def evaluate(cb):
         cb.learn.log_metric("inside", float(cb.learn.get_preds()[0].abs().mean()))
 
 
+WATCHES = {None: None, "noise": GradientNoiseScale, "monitor": ScalingMonitor, "recompute": ActivationCheckpointing}
+
+
 def make_callbacks(job, folder):
     """The callbacks of a job."""
     found = [
@@ -312,13 +323,14 @@ def make_callbacks(job, folder):
         job["mix"] == "mixup" and MixUp(),
         job["mix"] == "noise" and BatchTransform(lambda x: x + 0.1 * torch.randn_like(x)),
         job["train_metrics"] and Recorder(train_metrics=True),
+        WATCHES[job["watch"]],
         job["inside"] and Callback(**{job["inside"]: evaluate}),
         job["tracker"] == "save" and SaveModelCallback(fname=Path(folder, "best")),
         job["tracker"] == "early stop" and EarlyStoppingCallback(patience=1),
         job["tracker"] == "plateau" and ReduceLROnPlateau(patience=1, factor=2.0),
         job["loss"] != "sum" and Callback(after_batch=log_loss),
     ]
-    return [cb for cb in found if cb]
+    return [cb() if isinstance(cb, type) else cb for cb in found if cb]
 
 
 # The job
@@ -384,7 +396,7 @@ def fit(learn, job, how):
         learn.fit(2, lr)
 
 
-def do_after(learn, job, batch):
+def do_after(learn, job, batch, folder):
     """Do what users do between two fits; return numbers."""
     after = job["after"]
     if after == "validate":
@@ -395,6 +407,11 @@ def do_after(learn, job, batch):
         learn.dls = make_loaders(job | {"seed": job["seed"] + 5}, batch)
     if after == "other batches":
         learn.dls = make_loaders(job, 2 * batch)
+    if after == "saved":
+        learn.save(Path(folder, "model"))
+        learn.load(Path(folder, "model"))
+    if after == "reset":
+        learn.create_opt()
     if after == "thawed":
         learn.model.b.requires_grad_(not learn.model.b.weight.requires_grad)
     return []
@@ -420,13 +437,18 @@ def right(pred, y):
     return (pred.argmax(1) == y).double().mean()
 
 
-def numbers(row):
-    """A row of the recorder without its time."""
-    return [value for value in row[:-1] if value is not None]
+COLUMNS = {"loss", "right", "accuracy", "mse", "rmse", "logged", "inside"}
+
+
+def rows_of(recorder):
+    """The columns of a fit, without times and what else is measured."""
+    frame = recorder.to_frame()
+    names = [name for name in frame if name.removeprefix("train_").removeprefix("valid_") in COLUMNS]
+    return {name: frame[name].tolist() for name in names}
 
 
 def run(job, folder, how="whole", shard=False):
-    """Train and evaluate; return what a job comes to on this rank, `None` if it was stopped.
+    """Train and evaluate; return what a job comes to on this rank.
 
     Args:
         job: as `draw` makes it.
@@ -441,15 +463,14 @@ def run(job, folder, how="whole", shard=False):
     batch = job["batch"] // (1 if job["split_batches"] else distributed.world_size())
     learn = make(job, folder, cbs, batch)
     rows, evaluations = [], []
-    options = {"shard": True} if shard else {}
-    with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(split_batches=job["split_batches"], **options):
-        try:
-            for name in ("first", "second", "third")[: job["fits"]]:
+    context = partial(learn.distrib_ctx, split_batches=job["split_batches"], **({"shard": True} if shard else {}))
+    outer, inner = (nullcontext, context) if job["context"] == "of each" else (context, nullcontext)
+    with learn.no_bar(), learn.no_logging(), suppress(Stopped), outer():
+        for name in ("first", "second", "third")[: job["fits"]]:
+            with inner():
                 fit(learn, job, job[name])
-                rows += [numbers(row) for row in learn.recorder.values]
-                evaluations += do_after(learn, job, batch)
-        except Stopped:
-            return None
+                rows.append(rows_of(learn.recorder))
+                evaluations += do_after(learn, job, batch, folder)
     opts = learn.opt.values() if isinstance(learn.opt, dict) else [learn.opt]
     states = [s for opt in opts for _, s in sorted(opt.state_dict()["state"].items())]
     return {
