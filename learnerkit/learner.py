@@ -1714,7 +1714,8 @@ class Learner(RunState):
             - 'counters': the progress of the last fit;
             - 'place': the place in a fit where it was taken: 'train', 'trained', 'epoch', or `None` between fits;
             - 'position': in a fit, the position in the training data;
-            - 'loaders': between fits, the states of each loader, its samplers and its dataset;
+            - 'loaders': between fits, the states of each loader, its samplers and its dataset; in a fit, those of the
+              samplers that validations read;
             - 'rank': this rank's own part: random states ('random'), the state of its part of the data ('position'),
               and the own part of its callbacks' states ('callbacks', and 'alone' for those that run on rank 0 alone).
               For a user's callback without `state_dict` this consists of its attributes that can be saved, except those

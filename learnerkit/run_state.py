@@ -94,7 +94,7 @@ def state_dict(learn: "Learner", first: Mapping[str, Mapping[str, Any]] | None =
         "counters": {name: getattr(learn, name) for name in COUNTERS},
         "place": None if position is None else position.stage,
         "position": None if position is None else position.state_dict(),
-        "loaders": [_loader_state(dl) for dl in learn.dls.loaders] if position is None else None,
+        "loaders": [_loader_state(dl) for dl in learn.dls.loaders] if position is None else _evaluated(learn),
         "rank": mine,
     }
 
@@ -315,6 +315,13 @@ def _loader_state(dl: Any) -> State | None:
     }
 
 
+def _evaluated(learn: "Learner") -> list[State | None]:
+    """Return the states of the samplers that evaluations in a fit read, of loaders without a state of their own."""
+    # The training loader's are in the position.
+    others = [[] if has_state(dl) else order_sources(dl) for dl in learn.dls.loaders[1:]]
+    return [None, *({"samplers": states_of(sources), "source": None} for sources in others)]
+
+
 def _source_of(dl: Any) -> Any:
     """Return the object that has the state of the data: between fits this may be a dataset with an index, too."""
     dataset = getattr(dl, "dataset", None)
@@ -411,9 +418,16 @@ def put_place(learn: "Learner", state: Mapping[str, Any]) -> None:
     """Set the counters, and between fits also the positions of the loaders."""
     for name, value in state["counters"].items():
         setattr(learn, name, value)
+    _put_loaders(learn, state)
+
+
+def _put_loaders(learn: "Learner", state: Mapping[str, Any]) -> None:
+    in_fit = state["position"] is not None
     for dl, loader_state in zip(learn.dls.loaders, state["loaders"] or (), strict=False):
-        if loader_state is not None:
-            put_states(order_sources(dl), loader_state["samplers"])
+        sources = order_sources(dl)
+        # A fit may go on with another validation loader, which a checkpoint has warned of.
+        if loader_state is not None and not (in_fit and len(sources) != len(loader_state["samplers"])):
+            put_states(sources, loader_state["samplers"])
             if loader_state["source"] is not None:
                 _source_of(dl).load_state_dict(copy.deepcopy(loader_state["source"]))
 
@@ -669,6 +683,8 @@ class Resumption:
             if now and (before or not counters["n_steps"]):  # A budget of steps sets it by itself.
                 # Of equal lengths the value is exact, without a rounding.
                 learn.pct_train = counters["pct_train"] * (1 if now == before else before / now)
+            if self.state["position"] is not None:
+                _put_loaders(learn, self.state)
             put_rest(learn, self.state, self.name)
 
 

@@ -288,17 +288,19 @@ def make_model(norm=False, dropout=0.3):
 
 
 class Counting:
-    """A sampler that counts its epochs by itself, as many do."""
+    """A sampler that counts its epochs by itself, as many do; it may draw only some of the samples."""
 
-    def __init__(self, n):
+    def __init__(self, n, some=None):
         self.n, self.epoch = n, 0
+        self.some = n if some is None else some
 
     def __len__(self):
-        return self.n
+        return self.some
 
     def __iter__(self):
         self.epoch += 1
-        return iter(torch.randperm(self.n, generator=torch.Generator().manual_seed(self.epoch)).tolist())
+        order = torch.randperm(self.n, generator=torch.Generator().manual_seed(self.epoch))
+        return iter(order[: self.some].tolist())
 
     def state_dict(self):
         return {"epoch": self.epoch}
@@ -311,7 +313,8 @@ class Shuffling(Counting):
     """Shuffles its lists and arrays in place, each epoch from the order of the one before."""
 
     def __init__(self, n):
-        self.n, self.random, self.array = n, random.Random(1), np.arange(n)
+        super().__init__(n)
+        self.random, self.array = random.Random(1), np.arange(n)
         self.buckets = [[*range(n // 2)], [*range(n // 2, n)]]
 
     def __iter__(self):
@@ -360,6 +363,9 @@ def loaders(data="tensors", **kwargs):
         return DataLoaders(DataLoader(train, BATCH, sampler=sampler), DataLoader(valid, 4), device="cpu")
     if data in SOURCES:
         return DataLoaders(SOURCES[data](train), DataLoader(valid, 4), device="cpu")
+    if data == "counting validation":
+        plain = TensorDataset(train.x, train.y)
+        return DataLoaders(DataLoader(plain, BATCH), DataLoader(valid, 4, sampler=Counting(8, 5)), device="cpu")
     if data == "generator":
         own = torch.Generator().manual_seed(5)
         return DataLoaders(DataLoader(train, BATCH, shuffle=True, generator=own), DataLoader(valid, 4), device="cpu")
@@ -422,6 +428,7 @@ JOBS = {
     "own generator": job({"data": "generator"}),
     "counting sampler": job({"data": "counting"}),
     "shuffling sampler": job({"data": "shuffling"}),
+    "counting sampler of validation": job({"data": "counting validation"}),
     "in order, last dropped": job({"shuffle": False, "drop_last": True}),
     "accumulation": job(cbs=lambda: [GradientAccumulation(n_batches=3)], fit=one_cycle),
     "accumulation of samples": job(cbs=lambda: [GradientAccumulation(n_samples=10)], fit=one_cycle),

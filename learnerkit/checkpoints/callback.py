@@ -621,6 +621,7 @@ def _read_state(saved: Checkpoint, learn: Any, now: State) -> State:
         "config": {"fit": {}, "optimizer": [""], "groups": [{}] * 99},  # Of lists as much as both have is compared.
         "order": [""],
         "position": None,
+        "loaders": None,  # The validation loader may be another one.
     }
     check_types(then, now | more | {"callbacks": of_ours(now["callbacks"])}, file)
     if now["position"] is not None and "TrainEvalCallback" in then["order"]:

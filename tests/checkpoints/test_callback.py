@@ -112,6 +112,7 @@ SOAK = (
 )  # fmt: skip
 STEPS_OF = [
     pytest.param("one cycle", QUICK, id="one cycle"),
+    pytest.param("counting sampler of validation", QUICK, id="counting sampler of validation"),
     *(pytest.param(name, (EPOCH, EPOCH + 3), id=name, marks=pytest.mark.slow) for name in SLOW),
     *(pytest.param(name, (EPOCH, EPOCH + 3), id=name, marks=pytest.mark.soak) for name in SOAK),
     *(pytest.param(name, range(1, STEPS + 1), id=f"{name}, all", marks=pytest.mark.soak) for name in ONE_FIT),
