@@ -67,7 +67,7 @@ else:
 LEVELS = ("fit", "epoch", "train", "validate", "batch")
 """The levels of the loop that have a cleanup event."""
 
-_RUN_FLAGS = ("run", "run_train", "run_valid")
+RUN_FLAGS = ("run", "run_train", "run_valid")
 
 _FREE = ("check", "n_fits", "n_ranks")
 """Names of learner attributes that a callback may use for its own: they are never assigned to a learner."""
@@ -148,7 +148,7 @@ class Callback(_Read):
                 f"`{to}`, or set self.{name} in __init__ to make it the callback's own"
             )
         object.__setattr__(self, name, value)
-        if dispatch and name in _RUN_FLAGS:
+        if dispatch and name in RUN_FLAGS:
             dispatch.changed()
 
     def _owns(self, name: str) -> bool:
@@ -293,6 +293,7 @@ class Dispatch:
 
     def __init__(self, cbs: list[Callback], fitting: bool) -> None:
         self.cbs, self.fitting = cbs, fitting
+        self._flags = [(cb, _flags(cb)) for cb in cbs]  # at the start of the run
         self.cancel: BaseException | None = None
         self.training = True
         self._is_main = distributed.is_main()  # asked once: outside of a process group it reads the environment
@@ -303,6 +304,11 @@ class Dispatch:
         """Collect the hooks again, because callbacks or their flags have changed."""
         self._tables: dict[bool, dict[str, list]] = {}
         self.phase(self.training)
+
+    def changed_flags(self, cb: Callback) -> dict[str, bool]:
+        """Return the `run` flags of a callback that have changed since the start of the run."""
+        first = next((flags for each, flags in self._flags if each is cb), _flags(cb))
+        return {name: value for name, value in _flags(cb).items() if value != first[name]}
 
     def phase(self, training: bool) -> None:
         """Change to training, in which `run_train` counts, or to evaluation, in which `run_valid` does."""
@@ -408,15 +414,19 @@ class Dispatch:
         self._tables, self.table = {}, {}
 
 
+def _flags(cb: Callback) -> dict[str, bool]:
+    return {name: getattr(cb, name) for name in RUN_FLAGS}
+
+
 @contextmanager
 def kept_flags(cbs: list[Callback]) -> Iterator[None]:
     """Restore every callback's own `run` flags at the end of the context."""
-    before = [(cb, {k: cb.__dict__[k] for k in _RUN_FLAGS if k in cb.__dict__}) for cb in cbs]
+    before = [(cb, {k: cb.__dict__[k] for k in RUN_FLAGS if k in cb.__dict__}) for cb in cbs]
     try:
         yield
     finally:
         for cb, flags in before:
-            for name in _RUN_FLAGS:
+            for name in RUN_FLAGS:
                 cb.__dict__.pop(name, None)
             cb.__dict__.update(flags)
 

@@ -1711,6 +1711,7 @@ class Learner(RunState):
             - 'callbacks': the result of each callback's `state_dict`, by class name, with schedules and the recorder's
               history;
             - 'order': the names of the callbacks, in order;
+            - 'flags': in a fit, the flags `run`, `run_train` and `run_valid` of callbacks that it has changed;
             - 'counters': the progress of the last fit;
             - 'place': the place in a fit where it was taken: 'train', 'trained', 'epoch', or `None` between fits;
             - 'position': in a fit, the position in the training data;

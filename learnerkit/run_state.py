@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from learnerkit import distributed, optim
-from learnerkit.callback import Callback, is_ours
+from learnerkit.callback import RUN_FLAGS, Callback, is_ours
 from learnerkit.data.batches import to_device
 from learnerkit.data.iterable import source_of
 from learnerkit.data.order import (
@@ -91,6 +91,7 @@ def state_dict(learn: "Learner", first: Mapping[str, Mapping[str, Any]] | None =
         "frozen": [name for name, p in model.named_parameters() if not p.requires_grad],
         "callbacks": {key: state for key, state in states.items() if state},
         "order": [key for key, _ in keys(learn.cbs)],
+        "flags": {key: flags for key, cb in keys(learn.cbs) if (flags := _changed_flags(learn, cb))},
         "counters": {name: getattr(learn, name) for name in COUNTERS},
         "place": None if position is None else position.stage,
         "position": None if position is None else position.state_dict(),
@@ -155,9 +156,17 @@ def keys(cbs: Iterable[Callback]) -> Iterator[tuple[str, Callback]]:
 
 
 def taking_part(learn: "Learner") -> list[tuple[str, Callback]]:
-    """Return the callbacks whose state counts now, with their names; in a trial, none that is only for fits."""
+    """Return the callbacks whose state counts now, with their names; in a trial, none that is only for fits.
+
+    Those count, too, that were switched off in this run.
+    """
     fitting = learn.task in (None, "fit")
-    return [(key, cb) for key, cb in keys(learn.cbs) if cb.run and (fitting or not cb.only_fit)]
+    named = [(key, cb) for key, cb in keys(learn.cbs) if fitting or not cb.only_fit]
+    return [(key, cb) for key, cb in named if cb.run or "run" in _changed_flags(learn, cb)]
+
+
+def _changed_flags(learn: "Learner", cb: Callback) -> dict[str, bool]:
+    return {} if learn._dispatch is None else learn._dispatch.changed_flags(cb)
 
 
 def state_of(cb: Callback, first: Mapping[str, Any] | None = None) -> State:
@@ -509,6 +518,10 @@ def put_rest(learn: "Learner", state: Mapping[str, Any], name: str = "the state"
     evaluating, rank = set(state["eval"]), state["rank"]
     for key, module in unwrap(learn.model).named_modules():
         module.training = key not in evaluating
+    for key, cb in keys(learn.cbs) if learn.task == "fit" else ():  # Otherwise they are as the script sets them.
+        for flag, value in state.get("flags", {}).get(key, {}).items():
+            if flag in RUN_FLAGS:
+                setattr(cb, flag, bool(value))
     for key, cb in taking_part(learn):
         if cb.rank0_only:
             cb_state = rank.get("alone", {}).get(key)

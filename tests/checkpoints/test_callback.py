@@ -113,6 +113,7 @@ SOAK = (
 STEPS_OF = [
     pytest.param("one cycle", QUICK, id="one cycle"),
     pytest.param("counting sampler of validation", QUICK, id="counting sampler of validation"),
+    pytest.param("switched off", QUICK, id="switched off"),
     *(pytest.param(name, (EPOCH, EPOCH + 3), id=name, marks=pytest.mark.slow) for name in SLOW),
     *(pytest.param(name, (EPOCH, EPOCH + 3), id=name, marks=pytest.mark.soak) for name in SOAK),
     *(pytest.param(name, range(1, STEPS + 1), id=f"{name}, all", marks=pytest.mark.soak) for name in ONE_FIT),
