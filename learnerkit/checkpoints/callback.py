@@ -407,9 +407,7 @@ class CheckpointCallback(StepCounter):
         asked = self._asked()
         if not is_due and not asked:
             return
-        # Gradients may also be kept as zeros, and those of parameters beside the optimizer are never cleared.
-        grads = [local(p.grad) for p in optim.parameters_of(learn.opts) if p.grad is not None]
-        kept = any(bool(grad.to_dense().any()) for grad in grads)
+        kept = self._keeps_gradients()
         agreement, dispatch = learn._agreement, learn._dispatch
         cancel = dispatch.cancel if agreement is None else agreement.pending
         ends = isinstance(cancel, CancelTrainException | CancelEpochException)
@@ -420,6 +418,19 @@ class CheckpointCallback(StepCounter):
         if self._saved_at < steps - (asked == SAVE and learn.n_ranks > 1 and not is_due):
             self._save(TRAIN)
         self._serve(asked)
+
+    def _keeps_gradients(self) -> bool:
+        """Tell whether gradients wait for a later step. A host-device sync."""
+        # Gradients may also be kept as zeros, and those of parameters beside the optimizer are never cleared.
+        grads = [local(p.grad) for p in optim.parameters_of(self.learn.opts) if p.grad is not None]
+        return any(bool(grad.to_dense().any()) for grad in grads)
+
+    def _warn_of_gradients(self) -> None:
+        if self._keeps_gradients():
+            distributed.warn_once(
+                "a callback keeps gradients beyond the end of an epoch's training, and checkpoints do not have them: a "
+                "run that is resumed there goes on without them. Take the step, or clear them, in after_train"
+            )
 
     def _asked(self) -> int:
         """Return the request from outside; on several ranks, the request that all of them know."""
@@ -462,6 +473,7 @@ class CheckpointCallback(StepCounter):
         """Save the state before a validation that a signal has cut short."""
         asked = self._asked()
         if asked > SAVE and self._trained is not None:
+            self._warn_of_gradients()
             self._save(TRAINED, self._trained)
             self._serve(asked)
 
@@ -472,6 +484,8 @@ class CheckpointCallback(StepCounter):
         asked = distributed.reduce(self._request.mine, "max")
         is_last = learn.epoch + 1 == learn.n_epoch if learn.n_steps is None else learn.pct_train >= 1
         if asked or is_last or self.every == "epoch":
+            if not is_last:
+                self._warn_of_gradients()
             self._save(EPOCH, self._state())
         self._serve(asked)
 

@@ -1149,6 +1149,11 @@ def test_gradients_that_no_step_waits_for_do_not_keep_it_from_saving(kind, split
     }  # fmt: skip
 
 
+def test_gradients_that_are_kept_beyond_the_end_of_an_epoch_are_told(tmp_path):
+    with pytest.warns(UserWarning, match="keeps gradients beyond the end .* checkpoints do not have them"):
+        run("accumulation by hand", make("accumulation by hand", tmp_path, every="epoch"))
+
+
 def harm(checkpoint, file):
     """Damage a checkpoint: remove its manifest, or change a byte of another file."""
     path = checkpoint / file
