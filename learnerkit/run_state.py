@@ -8,7 +8,7 @@ import copy
 import inspect
 import math
 import random
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import is_dataclass
@@ -235,15 +235,20 @@ def _of_model(cb: Callback) -> set[int]:
     return {id(t) for m in modules for t in (m, *m.parameters(False), *m.buffers(False))}
 
 
-def _is_state(value: Any, apart: set[int], depth: int = 4) -> bool:
+_DEEP = 4  # the depth to which containers are searched for state
+
+
+def _is_state(value: Any, apart: set[int], depth: int = _DEEP) -> bool:
     """Tell whether a value that cannot be saved seems to be state.
 
-    Sets, deques, dataclass objects, iterators other than files, and tensors and modules that are not the model's are,
-    also in containers.
+    Sets, deques, dataclass objects, named tuples, iterators other than files, and tensors and modules that are not the
+    model's are, also in containers; and dicts of other classes of the standard library in containers.
     """
     if isinstance(value, Tensor | nn.Module):
         return id(value) not in apart
     if isinstance(value, set | deque) or (isinstance(value, Iterator) and not isinstance(value, IOBase)):
+        return True
+    if hasattr(type(value), "_fields") or (depth < _DEEP and isinstance(value, defaultdict | Counter | OrderedDict)):
         return True
     if is_dataclass(value):
         return not isinstance(value, type)
@@ -295,11 +300,16 @@ def _bytes_of(x: Any, apart: set[int]) -> float:
     if type(x) in (list, tuple):
         return sum(_bytes_of(item, apart) for item in x)
     if type(x) is dict:
-        plain = all(type(key) in (str, int, float, bool) for key in x)
+        plain = all(_is_plain(key) for key in x)
         return sum(_bytes_of(value, apart) for value in x.values()) if plain else math.inf
     if type(x) is str:
         return len(x)
     return 8 if type(x) in (type(None), bool, int, float) else math.inf
+
+
+def _is_plain(key: Any) -> bool:
+    """Tell whether the key of a dict can be saved."""
+    return all(map(_is_plain, key)) if type(key) is tuple else type(key) in (type(None), str, int, float, bool)
 
 
 def in_eval(model: nn.Module) -> list[str]:

@@ -11,7 +11,7 @@ import socket
 import stat
 import threading
 import warnings
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict, deque, namedtuple
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from enum import IntEnum
@@ -267,7 +267,7 @@ class Anneals(Callback):
     def __init__(self, factor=1.0):
         self.factor, self.last, self.seen, self.counts = factor, deque(maxlen=2), {"none"}, Counter()
         self.drawn = None
-        self.by_step = defaultdict(list)
+        self.by_step, self.by_pair = defaultdict(list), {}
 
     def before_batch(self):
         if self.drawn is None:
@@ -280,6 +280,7 @@ class Anneals(Callback):
         self.seen.add(self.train_iter)
         self.counts[self.train_iter % 3] += 1
         self.by_step[self.train_iter].append(self.factor)
+        self.by_pair[self.train_iter, None] = self.factor
 
 
 @pytest.mark.parametrize("changed", [{}, {"factor": 7.0}], ids=["", "another argument"])
@@ -289,14 +290,14 @@ def test_arguments_that_a_fit_changes_and_containers_of_all_kinds_come_back(chan
         with learn.no_logging(), suppress(Killed):
             learn.fit(2)
         cb = learn.anneals
-        return cb.factor, cb.last, cb.seen, cb.counts, cb.by_step, cb.drawn
+        return cb.factor, cb.last, cb.seen, cb.counts, cb.by_step, cb.by_pair, cb.drawn
 
     run(Kill(7), CheckpointCallback(tmp_path, every=7))
     told = pytest.warns(UserWarning, match="factor: 1.0, now 7.0") if changed else nullcontext()
     with told:
         found = run(Kill(), CheckpointCallback(tmp_path, every=7, resume=True), **changed)
     assert found == run(Kill())
-    assert [type(x) for x in found] == [float, deque, set, Counter, defaultdict, set]
+    assert [type(x) for x in found] == [float, deque, set, Counter, defaultdict, dict, set]
     assert found[1].maxlen == 2
 
 
@@ -694,6 +695,17 @@ class Place:
     n: int = 0
 
 
+class Rows(Callback):
+    """Has dicts of other classes inside of another one, and a named tuple."""
+
+    def __init__(self):
+        super().__init__()
+        self.best, self.counts, self.plain = Best(0, 1.0), {"step": Counter()}, {"step": {}}
+
+
+Best = namedtuple("Best", "epoch loss")
+
+
 class Borrows(Callback):
     """Has a part of the model's."""
 
@@ -708,15 +720,18 @@ class Nothing(Forgets):
         return {}
 
 
-def test_callbacks_that_hold_tensors_or_modules_and_have_no_state_are_named(tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        (Forgets, "Forgets.net, Forgets.place, Forgets.more, Forgets.rows, Forgets.seen"),
+        (Rows, "Rows.best, Rows.counts"),
+    ],
+)
+def test_callbacks_that_hold_tensors_or_modules_and_have_no_state_are_named(kind, names, tmp_path):
     for resume in (False, True):
-        cbs = [Forgets(), Borrows(), Nothing()]
+        cbs = [Forgets(), Borrows(), Nothing()] if kind is Forgets else [kind()]
         learn = make_learner(cbs=[*cbs, Kill(0 if resume else 1), CheckpointCallback(tmp_path, every=1, resume=resume)])
-        told = pytest.warns(
-            UserWarning,
-            match="^attributes of callbacks .* begin anew: "
-            "Forgets.net, Forgets.place, Forgets.more, Forgets.rows, Forgets.seen;",
-        )
+        told = pytest.warns(UserWarning, match=f"^attributes of callbacks .* begin anew: {names};")
         with learn.no_logging(), told if resume else suppress(Killed):
             learn.fit(1)
 
