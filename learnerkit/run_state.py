@@ -189,11 +189,19 @@ def state_of(cb: Callback, first: Mapping[str, Any] | None = None) -> State:
 
 
 def first_attributes(learn: "Learner") -> dict[str, State]:
-    """Return the small attributes of the users' callbacks without `state_dict`, for `state_dict` to compare with."""
+    """Return the attributes of the users' callbacks without `state_dict`, for `state_dict` to compare with.
+
+    Large ones that are no arguments are left out, as they are saved anyway.
+    """
+    users = [(key, cb) for key, cb in keys(learn.cbs) if type(cb).state_dict is Callback.state_dict]
     return {
-        key: {name: _copied(value) for name, value in savable(cb, _SMALL).items()}
-        for key, cb in keys(learn.cbs)
-        if type(cb).state_dict is Callback.state_dict and not is_ours(type(cb))
+        key: {
+            name: _noted(value)
+            for name, value in savable(cb).items()
+            if name.lstrip("_") in _arguments(cb) or _bytes_of(value, set()) <= _SMALL
+        }
+        for key, cb in users
+        if not is_ours(type(cb))
     }
 
 
@@ -210,12 +218,12 @@ def own_attributes(cb: Callback, first: Mapping[str, Any] | None = None) -> Stat
     """
     if is_ours(type(cb)):
         return {}
-    first, arguments = first or {}, inspect.signature(type(cb).__init__).parameters
+    first, arguments = first or {}, _arguments(cb)
     kept = savable(cb)
     values = {
         name: _copied(value)
         for name, value in kept.items()
-        if not (same(value, first[name], depth=1000) if name in first else name.lstrip("_") in arguments)
+        if not (same(_noted(value), first[name], depth=1000) if name in first else name.lstrip("_") in arguments)
     }
     generators = {name: generator_state(value) for name, value in _attributes(cb) if isinstance(value, GENERATORS)}
     kinds = {name: type(getattr(cb, name)) for name in values}
@@ -255,13 +263,10 @@ def _is_state(value: Any, apart: set[int], depth: int = _DEEP) -> bool:
     return depth > 0 and any(_is_state(part, apart, depth - 1) for _, part in entries(value))
 
 
-def savable(cb: Callback, largest: int = 2**28) -> State:
+def savable(cb: Callback) -> State:
     """Return the attributes of a callback that can be saved, by their names, in the form in which they are saved.
 
-    Tensors of the model, which are in the state already, are left out.
-
-    Args:
-        largest: the size of the largest of these attributes, in bytes.
+    Tensors of the model, which are in the state already, and attributes of more than 256 MB are left out.
     """
     apart, found = _of_model(cb), State()
     for name, value in _attributes(cb):
@@ -270,7 +275,7 @@ def savable(cb: Callback, largest: int = 2**28) -> State:
         elif isinstance(value, dict):
             value = dict(value)
         with suppress(RecursionError):  # a list may contain itself
-            if _bytes_of(value, apart) <= largest:
+            if _bytes_of(value, apart) <= _LARGEST:
                 found[name] = value
     return found
 
@@ -282,13 +287,33 @@ def _attributes(cb: Callback) -> list[tuple[str, Any]]:
     return [(name, value) for name, value in named if not (is_derived and name.startswith("_"))]
 
 
+def _arguments(cb: Callback) -> Mapping[str, Any]:
+    return inspect.signature(type(cb).__init__).parameters
+
+
 def _copied(value: Any) -> Any:
     return map_batch(torch.clone, value, copy.copy)
 
 
+def _noted(value: Any) -> Any:
+    """Return a copy of a value, with digests in place of large tensors and arrays, to compare it with a later one."""
+
+    def of_tensor(t: Tensor) -> Any:
+        return (t.shape, t.dtype, *digests([t])) if t.nbytes > _SMALL else t.clone()
+
+    def of_other(x: Any) -> Any:
+        if not isinstance(x, np.ndarray) or x.nbytes <= _SMALL:
+            return copy.copy(x)
+        row = np.array(x, order="C").reshape(-1).view(np.uint8)
+        return x.shape, x.dtype, of_tensor(torch.from_numpy(row))
+
+    return map_batch(of_tensor, value, of_other)
+
+
 _MADE: dict[str, Callable[[Any], Any]] = {kind.__name__: kind for kind in (set, deque, Counter, OrderedDict)}
 _NOT_STATE = ("learn", "order", "run", "run_train", "run_valid")
-_SMALL = 2**16  # the largest attribute that is compared, in bytes
+_LARGEST = 2**28  # the size of the largest attribute that is saved, in bytes
+_SMALL = 2**16  # the size of the largest attribute that is compared by value, in bytes
 
 
 def _bytes_of(x: Any, apart: set[int]) -> float:

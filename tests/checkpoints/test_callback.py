@@ -283,6 +283,29 @@ class Anneals(Callback):
         self.by_pair[self.train_iter, None] = self.factor
 
 
+class Tallies(Callback):
+    """Counts in its argument."""
+
+    def __init__(self, counts):
+        self.counts = counts
+
+    def after_step(self):
+        self.counts[self.train_iter] += 1
+
+
+@pytest.mark.parametrize("make_counts", [torch.zeros, np.zeros, lambda n: [0] * n], ids=["tensor", "array", "list"])
+def test_a_large_argument_that_a_fit_changes_comes_back(make_counts, tmp_path):
+    def run(*cbs):
+        counts = make_counts(20_000)
+        learn = make_learner(make_dls(20), cbs=[Tallies(counts), *cbs])
+        with learn.no_logging(), suppress(Killed):
+            learn.fit(2)
+        return sum(counts)
+
+    run(Kill(7), CheckpointCallback(tmp_path, every=7))
+    assert run(Kill(), CheckpointCallback(tmp_path, every=7, resume=True)) == run(Kill()) > 7
+
+
 @pytest.mark.parametrize("changed", [{}, {"factor": 7.0}], ids=["", "another argument"])
 def test_arguments_that_a_fit_changes_and_containers_of_all_kinds_come_back(changed, tmp_path):
     def run(*cbs, **kwargs):
