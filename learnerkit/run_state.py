@@ -709,7 +709,8 @@ class Resumption:
                 learn.start_epoch = data["epoch"]
                 position.load_state_dict(data)
                 position.load_own_state_dict(own)
-        if place in (EPOCH, FIT):
+        # A fit that is shorter now may have no epoch left, and so no `before_train`.
+        if place in (EPOCH, FIT) or (learn.n_epoch is not None and learn.start_epoch >= learn.n_epoch):
             self._put_rest(learn)
         return ended
 

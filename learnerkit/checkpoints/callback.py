@@ -761,9 +761,10 @@ def _is_used(path: AnyPath) -> bool:
 
 def _shown(path: AnyPath) -> str:
     """Return a path in printable form, relative to the present directory if it lies below that."""
-    here = Path.cwd()
-    if isinstance(path, Path) and path.is_relative_to(here):
-        path = path.relative_to(here)
+    with suppress(OSError):  # the present directory may have been removed
+        here = Path.cwd()
+        if isinstance(path, Path) and path.is_relative_to(here):
+            path = path.relative_to(here)
     return printable(str(path), 1000)
 
 

@@ -504,6 +504,16 @@ def test_arguments_that_are_enums_are_left_out(tmp_path):
         CheckpointCallback("")
 
 
+def test_a_fit_that_is_shorter_than_what_was_done_has_the_record_of_it(tmp_path):
+    for kill, n_epoch in ((3, 2), (0, 1)):
+        learn = make_learner(cbs=[Kill(kill), CheckpointCallback(tmp_path, every=1, resume=not kill)])
+        with learn.no_logging(), suppress(Killed):
+            learn.fit(n_epoch)
+    assert learn.train_iter == 3
+    assert len(learn.recorder.values) == 1
+    assert len(learn.recorder.losses) == 3
+
+
 def test_a_length_in_another_unit_goes_on_from_what_was_done(tmp_path):
     """Two epochs of two steps, then 7 steps, then 5 epochs: each is more than there was."""
     found = []
@@ -1036,6 +1046,18 @@ def test_all_checkpoints_are_in_one_place_wherever_the_script_goes(tmp_path, mon
         monkeypatch.chdir(tmp_path)
     found = {str(p.parent.relative_to(tmp_path)) for p in tmp_path.glob("**/fit0-epoch0-step*")}
     assert found == {"run", "run/ends/0", "home/run", "home/run/ends/0"}
+
+
+def test_a_run_is_resumed_where_the_present_directory_was_removed(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    for kill in (1, 0):
+        learn = make_learner(cbs=[Kill(kill), CheckpointCallback(tmp_path / "run", every=1, resume=not kill)])
+        monkeypatch.chdir(tmp_path / "gone")
+        if not kill:
+            (tmp_path / "gone").rmdir()
+        with learn.no_logging(), suppress(Killed):
+            learn.fit(1)
+    assert learn.train_iter == 2
 
 
 class Spoils(Callback):
