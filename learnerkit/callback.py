@@ -289,11 +289,12 @@ class Dispatch:
 
     Attributes:
         cancel: an exception of a hook of `after_batch` that is raised after the last hook.
+        flags: the callbacks at the start of the run, with their `run` flags then.
     """
 
     def __init__(self, cbs: list[Callback], fitting: bool) -> None:
         self.cbs, self.fitting = cbs, fitting
-        self._flags = [(cb, _flags(cb)) for cb in cbs]  # at the start of the run
+        self.flags = [(cb, {name: getattr(cb, name) for name in RUN_FLAGS}) for cb in cbs]
         self.cancel: BaseException | None = None
         self.training = True
         self._is_main = distributed.is_main()  # asked once: outside of a process group it reads the environment
@@ -304,11 +305,6 @@ class Dispatch:
         """Collect the hooks again, because callbacks or their flags have changed."""
         self._tables: dict[bool, dict[str, list]] = {}
         self.phase(self.training)
-
-    def changed_flags(self, cb: Callback) -> dict[str, bool]:
-        """Return the `run` flags of a callback that have changed since the start of the run."""
-        first = next((flags for each, flags in self._flags if each is cb), _flags(cb))
-        return {name: value for name, value in _flags(cb).items() if value != first[name]}
 
     def phase(self, training: bool) -> None:
         """Change to training, in which `run_train` counts, or to evaluation, in which `run_valid` does."""
@@ -412,10 +408,6 @@ class Dispatch:
     def close(self) -> None:
         """Forget the hooks at the end of the run: this object's own hooks refer to it, and would keep it alive."""
         self._tables, self.table = {}, {}
-
-
-def _flags(cb: Callback) -> dict[str, bool]:
-    return {name: getattr(cb, name) for name in RUN_FLAGS}
 
 
 @contextmanager

@@ -33,6 +33,7 @@ from learnerkit.data.order import (
     set_generator_state,
     states_of,
 )
+from learnerkit.data.position import evaluated_state_dict, load_evaluated_state_dict
 from learnerkit.distributed import seeds
 from learnerkit.events import CancelTrainException
 from learnerkit.files import CheckpointError, Saved, fitted, why_not
@@ -65,7 +66,7 @@ def state_dict(learn: "Learner", first: Mapping[str, Mapping[str, Any]] | None =
     """
     first = first or {}
     model, opt = unwrap(learn.model), learn.opt
-    position = learn._position
+    position, loaders = learn._position, learn.dls.loaders
     cbs = taking_part(learn)
     states = {key: state_of(cb, first.get(key)) for key, cb in cbs if not cb.rank0_only}
     own = {key: state.pop("own") for key, state in states.items() if "own" in state}
@@ -95,7 +96,7 @@ def state_dict(learn: "Learner", first: Mapping[str, Mapping[str, Any]] | None =
         "counters": {name: getattr(learn, name) for name in COUNTERS},
         "place": None if position is None else position.stage,
         "position": None if position is None else position.state_dict(),
-        "loaders": [_loader_state(dl) for dl in learn.dls.loaders] if position is None else _evaluated(learn),
+        "loaders": [_loader_state(dl) for dl in loaders] if position is None else evaluated_state_dict(loaders[1:]),
         "rank": mine,
     }
 
@@ -166,7 +167,10 @@ def taking_part(learn: "Learner") -> list[tuple[str, Callback]]:
 
 
 def _changed_flags(learn: "Learner", cb: Callback) -> dict[str, bool]:
-    return {} if learn._dispatch is None else learn._dispatch.changed_flags(cb)
+    """Return the `run` flags of a callback that have changed since the start of the run."""
+    dispatch = learn._dispatch
+    first = next((flags for each, flags in dispatch.flags if each is cb), {}) if dispatch is not None else {}
+    return {name: getattr(cb, name) for name, value in first.items() if getattr(cb, name) != value}
 
 
 def state_of(cb: Callback, first: Mapping[str, Any] | None = None) -> State:
@@ -359,13 +363,6 @@ def _loader_state(dl: Any) -> State | None:
     }
 
 
-def _evaluated(learn: "Learner") -> list[State | None]:
-    """Return the states of the samplers that evaluations in a fit read, of loaders without a state of their own."""
-    # The training loader's are in the position.
-    others = [[] if has_state(dl) else order_sources(dl) for dl in learn.dls.loaders[1:]]
-    return [None, *({"samplers": states_of(sources), "source": None} for sources in others)]
-
-
 def _source_of(dl: Any) -> Any:
     """Return the object that has the state of the data: between fits this may be a dataset with an index, too."""
     dataset = getattr(dl, "dataset", None)
@@ -462,16 +459,12 @@ def put_place(learn: "Learner", state: Mapping[str, Any]) -> None:
     """Set the counters, and between fits also the positions of the loaders."""
     for name, value in state["counters"].items():
         setattr(learn, name, value)
-    _put_loaders(learn, state)
-
-
-def _put_loaders(learn: "Learner", state: Mapping[str, Any]) -> None:
-    in_fit = state["position"] is not None
+    if state["position"] is not None:
+        load_evaluated_state_dict(learn.dls.loaders[1:], state["loaders"] or ())
+        return
     for dl, loader_state in zip(learn.dls.loaders, state["loaders"] or (), strict=False):
-        sources = order_sources(dl)
-        # A fit may go on with another validation loader, which a checkpoint has warned of.
-        if loader_state is not None and not (in_fit and len(sources) != len(loader_state["samplers"])):
-            put_states(sources, loader_state["samplers"])
+        if loader_state is not None:
+            put_states(order_sources(dl), loader_state["samplers"])
             if loader_state["source"] is not None:
                 _source_of(dl).load_state_dict(copy.deepcopy(loader_state["source"]))
 
@@ -733,7 +726,7 @@ class Resumption:
                 # Of equal lengths the value is exact, without a rounding.
                 learn.pct_train = counters["pct_train"] * (1 if now == before else before / now)
             if self.state["position"] is not None:
-                _put_loaders(learn, self.state)
+                load_evaluated_state_dict(learn.dls.loaders[1:], self.state["loaders"] or ())
             put_rest(learn, self.state, self.name)
 
 

@@ -8,7 +8,7 @@ import torch
 from learnerkit import distributed
 from learnerkit.data.batches import loader_len
 from learnerkit.data.iterable import IterablePlace
-from learnerkit.data.order import epoch_seed, has_index, order_sources, put_states, states_of
+from learnerkit.data.order import epoch_seed, has_index, has_state, order_sources, put_states, states_of
 from learnerkit.data.stream import starts_workers
 from learnerkit.distributed import seeds
 from learnerkit.state import State
@@ -220,3 +220,15 @@ class Position:
         self.data.note_start(loader)
         if not self.goes_on:
             self._start = states_of(self._order_sources or [])
+
+
+def evaluated_state_dict(loaders: Sequence) -> list[list]:
+    """Return the states of the samplers that evaluations in a fit read, for loaders without a state of their own."""
+    return [[] if has_state(dl) else states_of(order_sources(dl)) for dl in loaders]
+
+
+def load_evaluated_state_dict(loaders: Sequence, states: Sequence[list]) -> None:
+    """Restore the result of `evaluated_state_dict`; another loader than before, with other samplers, begins anew."""
+    for dl, of_samplers in zip(loaders, states, strict=False):
+        if len(sources := order_sources(dl)) == len(of_samplers):
+            put_states(sources, of_samplers)
