@@ -289,12 +289,12 @@ class Dispatch:
 
     Attributes:
         cancel: an exception of a hook of `after_batch` that is raised after the last hook.
-        flags: the callbacks at the start of the run, with their `run` flags then.
+        flags: the `run` flags of the callbacks at the start of the run, by the id of the callback.
     """
 
     def __init__(self, cbs: list[Callback], fitting: bool) -> None:
         self.cbs, self.fitting = cbs, fitting
-        self.flags = [(cb, {name: getattr(cb, name) for name in RUN_FLAGS}) for cb in cbs]
+        self.flags = {id(cb): {name: getattr(cb, name) for name in RUN_FLAGS} for cb in cbs}
         self.cancel: BaseException | None = None
         self.training = True
         self._is_main = distributed.is_main()  # asked once: outside of a process group it reads the environment

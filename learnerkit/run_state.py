@@ -168,8 +168,7 @@ def taking_part(learn: "Learner") -> list[tuple[str, Callback]]:
 
 def _changed_flags(learn: "Learner", cb: Callback) -> dict[str, bool]:
     """Return the `run` flags of a callback that have changed since the start of the run."""
-    dispatch = learn._dispatch
-    first = next((flags for each, flags in dispatch.flags if each is cb), {}) if dispatch is not None else {}
+    first = {} if learn._dispatch is None else learn._dispatch.flags.get(id(cb), {})
     return {name: getattr(cb, name) for name, value in first.items() if getattr(cb, name) != value}
 
 
@@ -459,10 +458,8 @@ def put_place(learn: "Learner", state: Mapping[str, Any]) -> None:
     """Set the counters, and between fits also the positions of the loaders."""
     for name, value in state["counters"].items():
         setattr(learn, name, value)
-    if state["position"] is not None:
-        load_evaluated_state_dict(learn.dls.loaders[1:], state["loaders"] or ())
-        return
-    for dl, loader_state in zip(learn.dls.loaders, state["loaders"] or (), strict=False):
+    of_loaders = state["loaders"] if state["position"] is None else None
+    for dl, loader_state in zip(learn.dls.loaders, of_loaders or (), strict=False):
         if loader_state is not None:
             put_states(order_sources(dl), loader_state["samplers"])
             if loader_state["source"] is not None:
@@ -533,7 +530,7 @@ def put_trained(learn: "Learner", state: Mapping[str, Any], with_opt: bool = Tru
 
 
 def put_rest(learn: "Learner", state: Mapping[str, Any], name: str = "the state") -> None:
-    """Restore the modes of modules, and the states of callbacks and random generators.
+    """Restore the modes of modules, the states of callbacks and random generators, and in a fit what validations read.
 
     Args:
         learn: the learner.
@@ -543,6 +540,8 @@ def put_rest(learn: "Learner", state: Mapping[str, Any], name: str = "the state"
     Raises:
         CheckpointError: a callback does not accept its state.
     """
+    if state["position"] is not None:
+        load_evaluated_state_dict(learn.dls.loaders[1:], state["loaders"] or ())
     evaluating, rank = set(state["eval"]), state["rank"]
     for key, module in unwrap(learn.model).named_modules():
         module.training = key not in evaluating
@@ -725,8 +724,6 @@ class Resumption:
             if now and (before or not counters["n_steps"]):  # A budget of steps sets it by itself.
                 # Of equal lengths the value is exact, without a rounding.
                 learn.pct_train = counters["pct_train"] * (1 if now == before else before / now)
-            if self.state["position"] is not None:
-                load_evaluated_state_dict(learn.dls.loaders[1:], self.state["loaders"] or ())
             put_rest(learn, self.state, self.name)
 
 
