@@ -96,7 +96,7 @@ def state_dict(learn: "Learner", first: Mapping[str, Mapping[str, Any]] | None =
         "counters": {name: getattr(learn, name) for name in COUNTERS},
         "place": None if position is None else position.stage,
         "position": None if position is None else position.state_dict(),
-        "loaders": [_loader_state(dl) for dl in loaders] if position is None else evaluated_state_dict(loaders[1:]),
+        "loaders": [_loader_state(dl) for dl in loaders] if position is None else evaluated_state_dict(loaders),
         "rank": mine,
     }
 
@@ -541,7 +541,7 @@ def put_rest(learn: "Learner", state: Mapping[str, Any], name: str = "the state"
         CheckpointError: a callback does not accept its state.
     """
     if state["position"] is not None:
-        load_evaluated_state_dict(learn.dls.loaders[1:], state["loaders"] or ())
+        load_evaluated_state_dict(learn.dls.loaders, state["loaders"] or ())
     evaluating, rank = set(state["eval"]), state["rank"]
     for key, module in unwrap(learn.model).named_modules():
         module.training = key not in evaluating

@@ -382,8 +382,9 @@ def loaders(data="tensors", **kwargs):
         plain = TensorDataset(train.x, train.y)
         return DataLoaders(DataLoader(plain, BATCH), DataLoader(valid, 4, sampler=Counting(8, 5)), device="cpu")
     if data == "generator":
-        own = torch.Generator().manual_seed(5)
-        return DataLoaders(DataLoader(train, BATCH, shuffle=True, generator=own), DataLoader(valid, 4), device="cpu")
+        own = torch.Generator().manual_seed(5)  # of both loaders, as `from_datasets` gives it
+        first = DataLoader(train, BATCH, shuffle=True, generator=own)
+        return DataLoaders(first, DataLoader(valid, 4, generator=own), device="cpu")
     return DataLoaders.from_datasets(train, valid, bs=BATCH, device="cpu", **kwargs)
 
 

@@ -223,12 +223,19 @@ class Position:
 
 
 def evaluated_state_dict(loaders: Sequence) -> list[list]:
-    """Return the states of the samplers that evaluations in a fit read, for loaders without a state of their own."""
-    return [[] if has_state(dl) else states_of(order_sources(dl)) for dl in loaders]
+    """Return the states of the samplers that evaluations in a fit read, for each loader but the first."""
+    return [states_of(sources) for sources in _evaluated(loaders)]
 
 
 def load_evaluated_state_dict(loaders: Sequence, states: Sequence[list]) -> None:
     """Restore the result of `evaluated_state_dict`; another loader than before, with other samplers, begins anew."""
-    for dl, of_samplers in zip(loaders, states, strict=False):
-        if len(sources := order_sources(dl)) == len(of_samplers):
+    for sources, of_samplers in zip(_evaluated(loaders), states, strict=False):
+        if len(sources) == len(of_samplers):
             put_states(sources, of_samplers)
+
+
+def _evaluated(loaders: Sequence) -> list[list]:
+    """Return what decides the order of evaluations alone, for loaders without a state of their own."""
+    of_training = order_sources(loaders[0])
+    found = [[] if has_state(dl) else order_sources(dl) for dl in loaders[1:]]
+    return [[x for x in sources if all(x is not each for each in of_training)] for sources in found]
