@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from learnerkit.data.batches import in_float32
+
 METHODS = ("crop", "pad", "squish")
 
 
@@ -183,6 +185,7 @@ def _largest(within: tuple[int, int], like: tuple[int, int]) -> tuple[int, int]:
 def _as_bytes(picture: Tensor | np.ndarray) -> np.ndarray:
     "Convert a picture to uint8 pixels of shape (H, W) or (H, W, C)."
     if isinstance(picture, Tensor):
+        picture = in_float32(picture.detach())
         picture = (picture.movedim(0, -1) if picture.ndim == 3 else picture).cpu().numpy()
     if picture.dtype.kind == "f":
         least, most = float(picture.min()), float(picture.max())

@@ -119,6 +119,8 @@ def test_what_is_in_memory_is_read_like_a_file():
     for picture in (gray, gray[None], gray[..., None].numpy(), gray.numpy().astype(np.float32) / 255):
         assert torch.equal(reader(picture), reader(Image.fromarray(gray.numpy())))
     assert torch.equal(ImageReader((40, 60))(colours), colours)
+    made = (colours.bfloat16() / 255).requires_grad_()
+    assert torch.equal(ImageReader((40, 60))(made), (made.detach().double() * 255).round().byte())
     with raises(TypeError, "got a picture of int64 and shape (40, 60); it is uint8"):
         reader(gray.long())
     with raises(TypeError, "got a list for a picture"):
