@@ -116,7 +116,7 @@ def vision_learner(
         if scaled is not None:
             custom_head.append(scaled)
         custom_head.to(out.dtype)
-    parts = {} if stats is None else {"normalize": stats}
+    parts = {} if stats is None else {"normalize": stats.to(out.dtype)}
     model = nn.Sequential(OrderedDict(parts | {"body": body, "head": custom_head}))
     loss, metric = _BY_TARGETS.get(dls.targets, (nn.CrossEntropyLoss, None))
     loss_func = class_loss(dls, loss_func, loss(), class_weights)

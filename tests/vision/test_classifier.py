@@ -345,9 +345,11 @@ def test_gray_images_and_bytes_train():
     image_learner(dls=image_dls(gray)).fit(1)
 
 
-def test_a_model_in_double_precision_trains():
-    data = TensorDataset(torch.rand(8, 3, 32, 32).double(), torch.arange(8) % CLASSES)
-    image_learner(SmallResNet().double(), dls=image_dls(data)).fit(1)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_model_in_another_precision_trains(dtype):
+    for images in (torch.rand(8, 3, 32, 32).to(dtype), torch.full((8, 3, 32, 32), 9, dtype=torch.uint8)):
+        data = TensorDataset(images, torch.arange(8) % CLASSES)
+        image_learner(SmallResNet().to(dtype), dls=image_dls(data)).fit(1)
 
 
 # Weights
