@@ -44,10 +44,10 @@ def labels_of(dataset: Any) -> Tensor | None:
 
 
 def count_classes(labels: Tensor, names: Sequence | None) -> dict[Any, int]:
-    """Return the number of samples of each class, by its name, or by its index if some class has no name."""
+    """Return the number of samples of each class, by its name, or by its index if some class has no name of its own."""
     n = int(labels.max()) + 1
-    if names is None or len(names) < n:
-        names = range(n)
+    if names is None or len(names) < n or len(set(names)) < len(names):
+        names = range(max(n, len(names or ())))
     return dict(zip(names, labels.bincount(minlength=len(names)).tolist(), strict=True))
 
 

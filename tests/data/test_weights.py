@@ -85,6 +85,9 @@ def test_classes_are_counted_by_name_or_number():
     assert make(rows()).class_counts == {0: 180, 1: 20}
     assert make(rows(), classes=["no", "yes", "perhaps"]).class_counts == {"no": 180, "yes": 20, "perhaps": 0}
     assert make(rows(), classes=["no"]).class_counts == {0: 180, 1: 20}  # not the names of these
+    assert make(rows(), classes=["no", "no", "yes"]).class_counts == {0: 180, 1: 20, 2: 0}
+    balanced = make(rows(), classes=["no", "no", "yes"], weights="balanced").train.sampler.weights
+    assert balanced.unique().tolist() == pytest.approx([200 / 3 / 180, 200 / 3 / 20])
     assert make(Listed(targets=LABELS, classes=("no", "yes"))).class_counts == {"no": 180, "yes": 20}
     assert DataLoaders([1, 2]).class_counts is None
     stream = Stream()
