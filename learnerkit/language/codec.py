@@ -78,9 +78,13 @@ class TextCodec:
 
     def encode_stream(self, texts: Sequence[str]) -> Tensor:
         """Return the token ids (int32) of all texts, each whole and followed by `end`, without other additions."""
-        self._tokenizer.no_truncation()
         end = [] if self.end is None else [self.end]
-        return self._encode(texts, lambda ids: ids + end, add_special_tokens=False)[0]
+        return self.encode_whole(texts, end)[0]
+
+    def encode_whole(self, texts: Sequence[str], end: list[int]) -> tuple[Tensor, Tensor]:
+        """Return what `encode` does, of whole texts with no additions but the ids `end`."""
+        self._tokenizer.no_truncation()
+        return self._encode(texts, lambda ids: ids + end or [self.pad], add_special_tokens=False)
 
     def _encode(self, texts: Sequence[str], finish: Any, **options: Any) -> tuple[Tensor, Tensor]:
         parts, lengths = [np.empty(0, np.int32)], list[int]()

@@ -178,6 +178,11 @@ class TextData:
             return self.codec.encode_stream(texts)
         return EncodedTexts(*self.codec.encode(texts), torch.from_numpy(numbers))
 
+    def encode(self, texts: Sequence[str]) -> EncodedTexts:
+        """Encode new texts; those for a language model whole and without additions, as the texts that it learned."""
+        codec = self.codec
+        return EncodedTexts(*(codec.encode_whole(texts, []) if self.classes is None else codec.encode(texts)))
+
     def decode(self, sample: Mapping[str, Tensor]) -> str:
         """Return the text of a sample, a row of a batch."""
         ids = sample["input_ids"]
@@ -306,7 +311,7 @@ class TextDataLoaders(DataLoaders):
         texts = list(items)
         if not texts:
             raise ValueError("there is nothing to predict: got no texts")
-        ds = EncodedTexts(*self.data.codec.encode(texts))
+        ds = self.data.encode(texts)
         if bs is not None:
             return DataLoader(ds, bs, collate_fn=self.data.collate, **loader_kwargs)
         batches = LengthBatches(ds.lengths, self.tokens).in_order()
@@ -314,7 +319,7 @@ class TextDataLoaders(DataLoaders):
 
     def input_batch(self, *items: Any) -> tuple[Any, Any]:
         """Return a batch of some texts, as `test_dl` gives it, and what stands for its loader."""
-        texts = EncodedTexts(*self.data.codec.encode(items))
+        texts = self.data.encode(items)
         return self.data.collate([texts[i] for i in range(len(items))]), ONLY_INPUTS
 
 

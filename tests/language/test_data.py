@@ -147,6 +147,21 @@ def test_a_loss_function_and_a_models_own_loss_come_to_the_same_by_exact_counts(
     assert found[0][0][-1][1] == pytest.approx(exact.item(), rel=1e-9)
 
 
+def test_new_texts_for_a_language_model_are_whole_and_nothing_is_added_to_them():
+    from tokenizers.processors import TemplateProcessing
+
+    texts = make_texts()[0]
+    tokenizer = train_tokenizer(texts, 300)
+    tokenizer.post_processor = TemplateProcessing(single="[END] $A [END]", special_tokens=[("[END]", 1)])
+    dls = TextData.from_texts(texts, tokenizer=tokenizer, max_len=8).dataloaders(48, 16, device="cpu")
+    (*ids, end) = dls.data.codec.encode_stream([" ".join(texts)]).tolist()
+    assert end == dls.data.codec.end
+    assert len(ids) > 8
+    for batch in (dls.input_batch(" ".join(texts))[0], *dls.test_dl([" ".join(texts)])):
+        assert batch["input_ids"].tolist() == [ids]
+    assert dls.input_batch("")[0]["input_ids"].tolist() == [[dls.data.codec.pad]]
+
+
 # Frames, folders, files
 
 
