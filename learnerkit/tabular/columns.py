@@ -200,16 +200,20 @@ def read_numbers(column: "Series") -> np.ndarray:
 
 def with_numbers(column: "Series") -> "Series":
     """Convert text to a number where Python's `float` can, and empty text to `None`."""
+    import pandas as pd
 
     def number(value: Any) -> Any:
         if not isinstance(value, str):
             return value
         try:
-            return float(value) if value.strip() else None
+            read = float(value) if value.strip() else None
         except ValueError:
             return value
+        # A float has 53 bits.
+        is_large = read is not None and 2**53 <= abs(read) < math.inf
+        return int(value) if is_large and re.fullmatch(r"\s*[+-]?\d+\s*", value) else read
 
-    return column.astype(object).map(number) if holds_text(column) else column
+    return pd.Series(map(number, column), column.index, object, column.name) if holds_text(column) else column
 
 
 def numbers_in(column: "Series") -> np.ndarray:

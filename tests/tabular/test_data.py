@@ -424,6 +424,12 @@ def test_numbers_and_truth_values_of_a_request_may_be_text():
             data.encode({"age": 1.0, "year": 2007, "new": True} | {column: value})
 
 
+def test_large_whole_numbers_of_a_request_may_be_text():
+    ids = [2**62 + i for i in range(3)]
+    column = Categories.of(pd.Series(ids, name="id"))
+    assert column.encode(pd.Series([*map(str, ids), "", " 1.5 ", "1" * 400], name="id")).tolist() == [1, 2, 3, 0, 0, 0]
+
+
 def test_times_keep_their_hours_in_any_zone():
     days = pd.date_range("2020-07-01", periods=40, freq="31h")
     frame = pd.DataFrame({"x": np.arange(40) * 1.3, "y": np.arange(40) ** 1.5})
