@@ -50,7 +50,8 @@ class Categories:
         False, in any case.
 
         Raises:
-            ValueError: none of the values is of a kind (text, numbers, timestamps) that was there in training.
+            ValueError: none of the values is of a kind (text, numbers, timestamps with or without a time zone) that was
+                there in training.
         """
         before = {_kind(value) for value in self.values}
         is_truth = {*map(type, self.values)} == {bool}
@@ -236,7 +237,8 @@ def numbers_in(column: "Series") -> np.ndarray:
 
 
 def _kind(value: Any) -> str:
-    return _KINDS.get(type(value), "timestamps")
+    times = "timestamps" if getattr(value, "tz", None) is None else "timestamps with a time zone"
+    return _KINDS.get(type(value), times)
 
 
 def _value_as_json(value: Any) -> Any:

@@ -430,6 +430,18 @@ def test_large_whole_numbers_of_a_request_may_be_text():
     assert column.encode(pd.Series([*map(str, ids), "", " 1.5 ", "1" * 400], name="id")).tolist() == [1, 2, 3, 0, 0, 0]
 
 
+def test_times_with_and_without_a_zone_are_of_two_kinds():
+    times = pd.Series([pd.Timestamp("2020-01-02"), pd.Timestamp("2020-01-03"), None], name="t")
+    there, other = times.dt.tz_localize("UTC"), "Asia/Tokyo"
+    for known, new, held in ((times, there, "timestamps in"), (there, times, "timestamps with a time zone in")):
+        assert Categories.of(known).encode(known).tolist() == [1, 2, 0]
+        with raises(ValueError, f"held {held} training", "give it the type that it had"):
+            Categories.of(known).encode(new)
+    assert Categories.of(there).encode(there.dt.tz_convert(other)).tolist() == [1, 2, 0]
+    both = pd.Series([*times, *there], dtype=object, name="t")
+    assert Categories.of(both).encode(both).tolist() == [1, 2, 0, 3, 4, 0]
+
+
 def test_times_keep_their_hours_in_any_zone():
     days = pd.date_range("2020-07-01", periods=40, freq="31h")
     frame = pd.DataFrame({"x": np.arange(40) * 1.3, "y": np.arange(40) ** 1.5})
