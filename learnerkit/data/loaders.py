@@ -285,13 +285,16 @@ class DataLoaders:
             TypeError: `items` cannot be indexed.
             ValueError: while the loader is read, if the `collate_fn` of the original loader needs targets.
         """
+        is_pandas = hasattr(items, "iloc")
         if not isinstance(items, IterableDataset) and (
-            isinstance(items, Mapping | str) or not hasattr(items, "__getitem__")
+            isinstance(items, Mapping | str) or not hasattr(items, "__getitem__") or (is_pandas and items.ndim > 1)
         ):
             raise TypeError(
                 f"got items of the type {type(items).__name__}; test_dl takes a dataset, or a sequence of inputs such "
                 "as a list (learn.predict takes one input)"
             )
+        if is_pandas:  # A Series finds its entries by their labels, not by their places.
+            items = list(items)
         like: Any = self.train if self.valid is None else self.valid
         kwargs, size = loader_kwargs, None
         if isinstance(like, DataLoader):

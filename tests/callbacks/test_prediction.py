@@ -709,6 +709,16 @@ def test_a_loader_of_inputs_reads_as_the_validation_loader_does():
             learn.dls.test_dl(wrong)
 
 
+def test_a_series_is_read_by_the_places_of_its_entries():
+    pd = pytest.importorskip("pandas")
+    x = make_classes(7, seed=1).tensors[0]
+    learn = classifier()
+    series = pd.Series(list(x), index=[*reversed(range(7))])
+    assert torch.equal(learn.get_preds(dl=learn.dls.test_dl(series))[0], learn.get_preds(dl=learn.dls.test_dl(x))[0])
+    with pytest.raises(TypeError, match="got items of the type DataFrame; test_dl takes a dataset, or a sequence"):
+        learn.dls.test_dl(series.to_frame())
+
+
 def joined(samples):
     return torch.stack([sample[0] for sample in samples]), None
 
