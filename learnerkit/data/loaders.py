@@ -307,7 +307,9 @@ class DataLoaders:
                 kwargs["collate_fn"] = self._joins_inputs(like)
                 if kwargs["collate_fn"] is default_collate and type(items) is Tensor:
                     items = TensorDataset(items)  # it is read in whole batches
-        dl = RowsLoader(items, batch_size=bs or size or 64, **kwargs)
+        if bs is not None or not {"batch_size", "batch_sampler"} & {*kwargs}:
+            kwargs["batch_size"] = bs or size or 64
+        dl = RowsLoader(items, **kwargs)
         dl.only_inputs = True
         return dl
 

@@ -312,6 +312,8 @@ class TextDataLoaders(DataLoaders):
         if not texts:
             raise ValueError("there is nothing to predict: got no texts")
         ds = self.data.encode(texts)
+        if bs is None:
+            bs = loader_kwargs.pop("batch_size", None)
         if bs is not None:
             return DataLoader(ds, bs, collate_fn=self.data.collate, **loader_kwargs)
         batches = LengthBatches(ds.lengths, self.tokens).in_order()

@@ -699,6 +699,10 @@ def test_a_loader_of_inputs_reads_as_the_validation_loader_does():
         dl = learn.dls.test_dl(items, bs=3)
         assert [len(batch[0] if isinstance(batch, list) else batch) for batch in dl] == [3, 3, 1]
         torch.testing.assert_close(learn.get_preds(dl=dl)[0], preds)
+    for options in ({"batch_size": 3}, {"batch_sampler": [[0, 1, 2], [3, 4, 5], [6]]}):
+        dl = learn.dls.test_dl(data.tensors[0], **options)
+        assert len(dl) == 3
+        torch.testing.assert_close(learn.get_preds(dl=dl)[0], preds)
     pairs = Pairs()
     learn = make_learner(DataLoaders.from_datasets(pairs, bs=4, device="cpu"), Pair(), nn.CrossEntropyLoss())
     preds, targets = learn.get_preds(dl=learn.dls.test_dl([pairs[i][:2] for i in range(6)]))  # n_inp is not said

@@ -73,6 +73,7 @@ def test_a_model_learns_the_classes_and_predicts_texts_in_their_order():
     preds, targets = learn.get_preds(dl=dls.test_dl(texts))
     assert targets is None
     assert [dls.classes[i] for i in preds.argmax(1)] == ["animal", "food", "animal", "food"]
+    assert [len(batch["input_ids"]) for batch in dls.test_dl(texts, batch_size=3)] == [3, 1]
     assert learn.predict("bird fish")[:2] == ("animal", 0)
     for wrong in ("cat", {"text": "cat"}):
         with raises(TypeError, f"got a {type(wrong).__name__}; test_dl takes a list of texts"):
