@@ -88,7 +88,9 @@ class Dates:
             times = times.dt.tz_convert(self.zone)
         columns: dict[str, Any] = {part: getattr(times.dt, part, None) for part in (*CATEGORIES, *NUMBERS)}
         columns["week"] = times.dt.isocalendar().week
-        columns["elapsed"] = (times - pd.Timestamp(0, tz=times.dt.tz)) / pd.Timedelta(days=1)
+        # `pd.Timestamp(0)` counts nanoseconds, and days such as 9999-12-31 are beyond their range.
+        first = pd.Timestamp("1970-01-01", tz=None if times.dt.tz is None else "UTC")
+        columns["elapsed"] = (times - first) / pd.Timedelta(days=1)
         return pd.DataFrame(
             {f"{self.name}_{part}": values.convert_dtypes().mask(times.isna()) for part, values in columns.items()}
         ).set_axis(index)

@@ -12,6 +12,7 @@ from helpers import raises
 
 from learnerkit.tabular.columns import Categories, Numbers, read_numbers
 from learnerkit.tabular.data import TabularData
+from learnerkit.tabular.dates import Dates
 
 pd = pytest.importorskip("pandas")
 
@@ -453,6 +454,16 @@ def test_times_keep_their_hours_in_any_zone():
         assert again.dates[0].parts(times)["d_hour"].tolist() == times.dt.hour.tolist()
     with raises(ValueError, "which has no name that pandas finds", "tz_convert"):
         TabularData.from_df(frame.assign(d=days.tz_localize("dateutil/Europe/Berlin")), "y", dates=["d"])
+
+
+@pytest.mark.parametrize("zone", [None, "UTC", ZONE])
+@pytest.mark.parametrize("unit", ["s", "us"])
+def test_dates_may_lie_beyond_the_range_of_nanoseconds(zone, unit):
+    texts = pd.Series(["9999-12-30T01:00:00", "2020-01-02T13:00:00", "0900-03-01T00:00:00"], name="d")
+    days = [(datetime.fromisoformat(text) - datetime(1970, 1, 1)) / timedelta(days=1) for text in texts]
+    column = texts.astype(f"datetime64[{unit}]")
+    column = column if zone is None else column.dt.tz_localize("UTC").dt.tz_convert(zone)
+    assert Dates.of(column).parts(column)["d_elapsed"].tolist() == pytest.approx(days, rel=1e-12)
 
 
 def test_rows_may_have_the_same_names_and_lack_dates():
