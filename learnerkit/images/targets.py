@@ -48,7 +48,9 @@ class TargetReader:
         Raises:
             ValueError: nothing of the kind.
         """
-        if self.kind in ("class", "masks") or (self.kind == "classes" and isinstance(y, Tensor)):
+        if self.kind in ("class", "masks"):
+            return y
+        if self.kind == "classes" and isinstance(y, Tensor):
             return y
         if self.kind == "classes":
             several = torch.zeros(len(self._numbers))
@@ -215,6 +217,7 @@ def transformed(transform: Callable[..., Any], kind: str, picture: Tensor, *targ
         ValueError: something else is returned.
     """
     from torchvision import tv_tensors
+    from torchvision.transforms.v2.functional import convert_bounding_box_format
 
     canvas: Any = tuple(picture.shape[-2:])
 
@@ -229,10 +232,15 @@ def transformed(transform: Callable[..., Any], kind: str, picture: Tensor, *targ
             return {**y, "boxes": tv_tensors.BoundingBoxes(y["boxes"], format="XYXY", canvas_size=canvas)}
         return y
 
+    def plain(t: Tensor) -> Tensor:
+        if isinstance(t, tv_tensors.BoundingBoxes) and t.format is not tv_tensors.BoundingBoxFormat.XYXY:
+            t = convert_bounding_box_format(t, new_format="XYXY")
+        return t.as_subclass(Tensor)
+
     result = transform(tv_tensors.Image(picture), *map(wrapped, targets))
     if not isinstance(result, tuple) or len(result) != 1 + len(targets) or not isinstance(result[0], Tensor):
         raise ValueError(f"{transform} returned {describe(result)}; a transform returns (picture, target), as tensors")
-    picture, *moved = map_batch(lambda t: t.as_subclass(Tensor), result)
+    picture, *moved = map_batch(plain, result)
     if kind == "boxes":
         size = picture.shape[-2:]
         moved = [[inside(each, size) for each in y] if isinstance(y, list) else inside(y, size) for y in moved]

@@ -254,6 +254,15 @@ def test_a_transform_gets_a_picture_with_its_target(table, targets):
         assert torch.equal(moved, y)
 
 
+def test_boxes_that_a_transform_returns_in_another_format_are_converted(table):
+    data = data_of(table, "boxes")
+    change = v2.Compose([v2.RandomHorizontalFlip(1.0), v2.ConvertBoundingBoxFormat("CXCYWH")])
+    plain, changed = (loaders(data, shuffle=False, transform=t).one_batch()[1] for t in (change.transforms[0], change))
+    for one, other in zip(plain, changed, strict=True):
+        assert type(other["boxes"]) is torch.Tensor
+        torch.testing.assert_close(other, one)
+
+
 def test_a_transform_may_be_a_function_and_draws_for_each_picture(table):
     kinds = []
 
