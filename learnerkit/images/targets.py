@@ -51,7 +51,7 @@ class TargetReader:
         if self.kind in ("class", "masks"):
             return y
         if self.kind == "classes" and isinstance(y, Tensor):
-            return y
+            return y.float()
         if self.kind == "classes":
             several = torch.zeros(len(self._numbers))
             several[self.numbers(map(str, listed(y)))] = 1

@@ -263,6 +263,13 @@ def test_boxes_that_a_transform_returns_in_another_format_are_converted(table):
         torch.testing.assert_close(other, one)
 
 
+def test_classes_may_be_a_tensor_of_whole_numbers_as_in_datasets_of_torchvision():
+    data = ImageData([(np.zeros((8, 8), np.uint8), torch.tensor([1, 0, 1]))], classes="abc", targets="classes", size=8)
+    (y,) = loaders(data).one_batch()[1]
+    assert y.tolist() == [1, 0, 1]
+    assert y.dtype == torch.float32
+
+
 def test_a_transform_may_be_a_function_and_draws_for_each_picture(table):
     kinds = []
 
