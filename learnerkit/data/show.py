@@ -120,6 +120,7 @@ def _padded(text: str, width: int, right: bool) -> str:
 
 def cell(x: Any) -> str:
     """Return the text of a value, in one line."""
+    x = _as_tensor(x)
     if isinstance(x, Tensor) and x.numel() == 1:
         x = x.item()
     if isinstance(x, float):
@@ -129,7 +130,13 @@ def cell(x: Any) -> str:
     if isinstance(x, list | tuple) and not any(isinstance(each, Tensor | list | tuple | Mapping) for each in x):
         more = f" ... ({len(x)} values)" if len(x) > _COLUMNS else ""
         return " ".join(map(cell, x[:_COLUMNS])) + more
-    return escaped_line(str(x) if isinstance(x, str | int) else describe(x))
+    return escaped_line(str(x) if isinstance(x, str | int | None) else describe(x))
+
+
+def _as_tensor(x: Any) -> Any:
+    """Return numbers of numpy as a tensor, and anything else as it is."""
+    is_numbers = isinstance(x, np.ndarray | np.generic) and x.dtype.kind in "biuf" and x.dtype.itemsize <= 8
+    return torch.from_numpy(np.array(x)) if is_numbers else x
 
 
 def label(y: Any, classes: Sequence[str] | Callable[[Tensor], str] | None) -> str:
@@ -141,6 +148,7 @@ def label(y: Any, classes: Sequence[str] | Callable[[Tensor], str] | None) -> st
     """
     if isinstance(y, tuple):
         return ", ".join(label(each, classes) for each in y)
+    y = _as_tensor(y)
     if callable(classes):
         return classes(y)
     if isinstance(y, Tensor) and y.numel() == 1:
@@ -224,6 +232,7 @@ def show(dls: "DataLoaders", inputs: list[tuple], notes: dict[str, list[Any]], t
 
 def _row(x: Any) -> dict[str, Any]:
     """Return the cells of an input by column."""
+    x = _as_tensor(x)
     if isinstance(x, str):
         return {"text": x}
     if isinstance(x, Mapping):

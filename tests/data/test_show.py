@@ -73,6 +73,18 @@ def test_truth_values_are_shown_as_the_numbers_that_targets_have():
     assert label(torch.tensor([True, False]), None) == label(torch.tensor([1.0, 0.0]), None) == "1 0"
 
 
+def test_arrays_are_shown_as_tensors_are():
+    def rows(batch, **options):
+        return DataLoaders([batch], classes=["no", "yes"], **options).show_batch().rows
+
+    x, y = torch.tensor([[1.5, 2.0], [3.0, 4.25]]), torch.tensor([1, 0])
+    for batch in ((x, y), (x[:, 0], x), (x, y > 0), {"x": x[:, 0], "labels": y}):
+        arrays = {k: v.numpy() for k, v in batch.items()} if isinstance(batch, dict) else [v.numpy() for v in batch]
+        assert rows(arrays) == rows(batch)
+    (row, _) = rows((x, y), decode=lambda x: {"sum": x.numpy().sum(), "gap": None, "all": x.numpy()})
+    assert row == ["3.5", "None", "1.5 2", "yes"]
+
+
 def test_rows_of_tables_are_shown_by_their_columns():
     rows = [({"age": 30 + i, "fare": 1.5 * i, "name": f"p{i}"}, 12345.5 * i) for i in range(3)]
     table = DataLoaders(DataLoader(rows, 3)).show_batch(2)
