@@ -61,6 +61,8 @@ def look(column: "Series", whole: "Series") -> Seen:
         if len(values) > FEW and not len(there) and ways_to_read(texts):
             return _DATES
     if len(values) > max(FEW, len(column) / 2):
+        if column.dtype == "category":
+            return Seen("", "categories that differ in most rows")
         share = float(np.isfinite(read_numbers(texts)).mean()) if len(texts) else 0.0
         cells = f", and {share:.0%} of it is numbers; {no_numbers(whole)}" if share > 0.5 else ""
         return Seen("", f"text that differs in most rows{cells}")

@@ -120,6 +120,7 @@ def test_columns_are_chosen_by_their_values(capsys):
     frame["doors"] = frame["rooms"].astype(float).where(frame["rooms"] > 1)  # whole numbers and gaps
     frame["kind"] = pd.Categorical.from_codes(frame["rooms"] % 3, ["small", "large", "huge"])
     frame["list"] = [[1]] * len(frame)
+    frame["codes"] = pd.Categorical(range(len(frame)))
     frame["mixed"] = [1, "a"] * (len(frame) // 2)
     frame["object"] = frame["area"].astype(object)
     data = TabularData.from_df(frame, "price")
@@ -130,7 +131,8 @@ def test_columns_are_chosen_by_their_values(capsys):
     assert data.cats[7].values == (1, "a")
     assert joined(
         "left out same (one value); name (text that differs in most rows); made (dates: dates=[...] takes "
-        "their parts); list (neither text, numbers, truth values nor timestamps)"
+        "their parts); list (neither text, numbers, truth values nor timestamps); codes (categories that differ in "
+        "most rows)"
     ) in joined(printed)
     assert "look at" not in printed
     assert "48 rows to train on, 12 rows to validate on" in printed
