@@ -79,12 +79,15 @@ class TextCodec:
     def encode_stream(self, texts: Sequence[str]) -> Tensor:
         """Return the token ids (int32) of all texts, each whole and followed by `end`, without other additions."""
         end = [] if self.end is None else [self.end]
-        return self.encode_whole(texts, end)[0]
+        return self._encode_whole(texts, lambda ids: ids + end)[0]
 
-    def encode_whole(self, texts: Sequence[str], end: list[int]) -> tuple[Tensor, Tensor]:
-        """Return what `encode` does, of whole texts with no additions but the ids `end`."""
+    def encode_whole(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """Return what `encode` does, of whole texts without additions."""
+        return self._encode_whole(texts, lambda ids: ids or [self.pad])
+
+    def _encode_whole(self, texts: Sequence[str], finish: Any) -> tuple[Tensor, Tensor]:
         self._tokenizer.no_truncation()
-        return self._encode(texts, lambda ids: ids + end or [self.pad], add_special_tokens=False)
+        return self._encode(texts, finish, add_special_tokens=False)
 
     def _encode(self, texts: Sequence[str], finish: Any, **options: Any) -> tuple[Tensor, Tensor]:
         parts, lengths = [np.empty(0, np.int32)], list[int]()

@@ -181,7 +181,7 @@ class TextData:
     def encode(self, texts: Sequence[str]) -> EncodedTexts:
         """Encode new texts; those for a language model whole and without additions, as the texts that it learned."""
         codec = self.codec
-        return EncodedTexts(*(codec.encode_whole(texts, []) if self.classes is None else codec.encode(texts)))
+        return EncodedTexts(*(codec.encode_whole(texts) if self.classes is None else codec.encode(texts)))
 
     def decode(self, sample: Mapping[str, Tensor]) -> str:
         """Return the text of a sample, a row of a batch."""
