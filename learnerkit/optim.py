@@ -28,7 +28,7 @@ from learnerkit.shards import is_shard, rows_of
 from learnerkit.state import Learner
 from learnerkit.text import did_you_mean, first_few, in_one_line, printable
 from learnerkit.torch_internals import StatisticsNorm
-from learnerkit.utils import library_of, restorer, unbound, unwrap
+from learnerkit.utils import library_of, owner_of, restorer, unbound, unwrap
 from learnerkit.values import describe
 
 GROUP = "splitter_group"
@@ -105,7 +105,7 @@ def parameters_of(opts: Iterable[Optimizer]) -> Iterator[Any]:
 
 def parameters_beside(model: nn.Module, loss_func: Any, opts: Iterable[Optimizer]) -> list[nn.Parameter]:
     """Return the trainable parameters that are not the model's: those of the loss, and others of the optimizers."""
-    loss, known = unbound(loss_func)[0], {*model.parameters()}
+    loss, known = owner_of(loss_func), {*model.parameters()}
     held = chain(loss.parameters() if isinstance(loss, nn.Module) else (), parameters_of(opts))
     return list(dict.fromkeys(p for p in held if p.requires_grad and p not in known))
 

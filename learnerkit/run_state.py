@@ -41,7 +41,7 @@ from learnerkit.shards import is_shard, put, rows_for
 from learnerkit.state import COUNTERS, Learner, State
 from learnerkit.text import in_one_line
 from learnerkit.torch_internals import StatisticsNorm
-from learnerkit.utils import unbound, unexpanded, unwrap
+from learnerkit.utils import owner_of, unexpanded, unwrap
 from learnerkit.values import describe, digests, entries, map_batch, same, tensors_in
 
 TRAIN, TRAINED = "train", "trained"
@@ -347,7 +347,7 @@ def in_eval(model: nn.Module) -> list[str]:
 
 def values_beside(learn: "Learner") -> list[Tensor]:
     """Return the parameters that are trained beside the model, and the buffers of the loss; the same on every rank."""
-    loss = unbound(learn.loss_func)[0]
+    loss = owner_of(learn.loss_func)
     buffers = list(loss.buffers()) if isinstance(loss, nn.Module) else []
     return [t.detach() for t in (*optim.parameters_beside(unwrap(learn.model), learn.loss_func, learn.opts), *buffers)]
 

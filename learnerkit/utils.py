@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial, wraps
-from inspect import signature
+from inspect import ismethod, signature
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -47,6 +47,12 @@ def unbound(function: Any) -> tuple[Any, dict[str, Any]]:
         keywords = function.keywords | keywords
         function = function.func
     return function, keywords
+
+
+def owner_of(function: Any) -> Any:
+    """Return the object behind a loss: the function or module inside partials, or the object whose method this is."""
+    inner = unbound(function)[0]
+    return inner.__self__ if ismethod(inner) else inner
 
 
 _P = ParamSpec("_P")

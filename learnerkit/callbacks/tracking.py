@@ -24,7 +24,7 @@ from learnerkit.host_scalars import HostScalars
 from learnerkit.marks import collective
 from learnerkit.state import State
 from learnerkit.stores.paths import AnyPath
-from learnerkit.utils import unbound, warn
+from learnerkit.utils import owner_of, warn
 
 _LESS_IS_BETTER = re.compile(
     r"loss|error|perplexity|(?<![a-z0-9])(mse|rmse|mae|mape|nll|ppl|wer|cer)(?![a-z0-9])", re.IGNORECASE
@@ -239,7 +239,7 @@ class SaveModelCallback(TrackerCallback):
                     path.write_bytes(content)
             self.learn.load(path, with_opt=self.with_opt)
         if self._loss:
-            unbound(self.learn.loss_func)[0].load_state_dict(self._loss, strict=False)
+            owner_of(self.learn.loss_func).load_state_dict(self._loss, strict=False)
 
     @collective
     def _save(self, file: str | AnyPath) -> AnyPath:
@@ -264,7 +264,7 @@ def _version(path: AnyPath) -> tuple[int, int] | None:
 
 def _trained_in(loss_func: Any) -> dict[str, Tensor]:
     """Return copies of the parameters that a loss trains, and of its buffers, by name. A host-device sync."""
-    loss = unbound(loss_func)[0]
+    loss = owner_of(loss_func)
     if not isinstance(loss, nn.Module):
         return {}
     named = dict(loss.named_buffers()) | {name: p for name, p in loss.named_parameters() if p.requires_grad}

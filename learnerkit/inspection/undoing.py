@@ -37,6 +37,7 @@ from learnerkit.torch_internals import own_tensors, uncompiled
 from learnerkit.utils import (
     host_copy,
     own_loss_arguments,
+    owner_of,
     restorer,
     spanned_devices,
     training_modes,
@@ -64,7 +65,7 @@ def unchanged(learn: "Learner", but: Collection[Callback] = ()) -> Iterator[None
         ValueError: the model has parameters that get their shape from the first batch.
     """
     loaders, keep = learn.dls.loaders, cache(host_copy)
-    owners = unwrap(learn.model), unbound(learn.loss_func)[0]
+    owners = unwrap(learn.model), owner_of(learn.loss_func)
     check_shaped([owner for owner in owners if isinstance(owner, nn.Module)])
     saved = run_state.state_dict(learn)
     del saved["model"]  # The model is restored tensor by tensor, as some buffers cannot be loaded.
@@ -125,7 +126,7 @@ def trial(learn: "Learner", model: nn.Module) -> Iterator[None]:
     """
     # Uncompiled, as to compile a model would take longer than the trial.
     with keep_seeds(device=learn.dls.device), training_modes(model), uncompiled(), _run_kept(learn) as stack:
-        for owner in (model, unbound(learn.loss_func)[0]):
+        for owner in (model, owner_of(learn.loss_func)):
             _put_back_modules(owner, stack, _clone)
         stack.callback(torch.clear_autocast_cache)  # it may have weights that were cast in the graph of this trial
         learn.model = model
@@ -148,7 +149,7 @@ def move_to_device(learn: "Learner") -> None:
         learn.mapped.read(learn.model)  # It is now as any other model.
         learn.mapped = None
     stays = learn.mapped is not None or learn.shards is not None
-    for module in (None if stays else learn.model, learn.loss_func):
+    for module in (None if stays else learn.model, owner_of(learn.loss_func)):
         if isinstance(module, nn.Module):
             if devices := spanned_devices(module):
                 learn.dls.prefer(devices[0])

@@ -30,7 +30,7 @@ from learnerkit.preflight.report import HINT, NOTHING, OK, WRONG, Finding, Repor
 from learnerkit.shards import gathered
 from learnerkit.state import Learner
 from learnerkit.text import first_few, in_one_line
-from learnerkit.utils import host_copy, overrides, unwrap
+from learnerkit.utils import host_copy, overrides, owner_of, unwrap
 from learnerkit.values import describe, map_batch, tensors_in
 
 
@@ -213,7 +213,7 @@ class StepCheck(Callback):
     def after_step(self) -> None:
         if self._before is not None:  # the step was not cancelled
             stuck = [name for name, p, before in self._before if torch.equal(gathered(p.detach()).cpu(), before)]
-            self.found["optimizer"] += judge_optimizer(self._named, stuck, self.learn.opts)
+            self.found["optimizer"] += judge_optimizer(self._named, stuck, self.learn.opts, self.learn.loss_func)
         self.found["memory"] += judge_shards(self.learn, self._memory)
 
     @collective
@@ -223,7 +223,7 @@ class StepCheck(Callback):
         self._before = None
         self.found["optimizer"] += [
             Finding(HINT, "a callback cancelled the step, as a gradient scaler may"),
-            *(f for f in judge_optimizer(self._named, [], self.learn.opts) if f.mark == WRONG),
+            *(f for f in judge_optimizer(self._named, [], self.learn.opts, None) if f.mark == WRONG),
         ]
 
     @collective
@@ -449,8 +449,15 @@ def judge_gradients(named: Named, scaled: bool, own_loop: bool, made: Collection
     return findings or [Finding(OK, counts)]
 
 
-def judge_optimizer(named: Named, stuck: list[str], opts: list) -> list[Finding]:
-    """Judge which of the `named` parameters the optimizers hold; `stuck` ones should have changed in the step."""
+def judge_optimizer(named: Named, stuck: list[str], opts: list, loss_func: Any) -> list[Finding]:
+    """Judge which of the `named` parameters, and of the loss's, the optimizers hold.
+
+    Args:
+        named: the model's parameters.
+        stuck: the names of those that should have changed in the step.
+        opts: the optimizers.
+        loss_func: the loss.
+    """
     rates = _rates(opts)
     forgotten = [name for name, p in named if p.requires_grad and p not in rates]
     shown = optim.rates_text([float(g.get("lr", 1.0)) for opt in opts for g in opt.param_groups]) or "none"
@@ -458,6 +465,11 @@ def judge_optimizer(named: Named, stuck: list[str], opts: list) -> list[Finding]
     if forgotten:
         text = f"{first_few(forgotten)}: trainable, but no optimizer holds them"
         findings.append(Finding(WRONG, text, "let the splitter (or opt_func) return them"))
+    loss, known = owner_of(loss_func), {p for _, p in named}
+    of_loss = loss.named_parameters() if isinstance(loss, nn.Module) else ()
+    if alone := [name for name, p in of_loss if p.requires_grad and p not in rates and p not in known]:
+        text = f"{first_few(alone)} of the loss: trainable, but no optimizer holds them"
+        findings.append(Finding(HINT, text, "let the splitter return them, too, if they are to be trained"))
     if stuck:
         text = f"{first_few(stuck)}: have gradients, and the step did not change them (lr {shown})"
         findings.append(Finding(WRONG, text))

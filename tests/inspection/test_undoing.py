@@ -2,6 +2,7 @@
 
 import copy
 import random
+from functools import partial
 
 import numpy as np
 import pytest
@@ -156,14 +157,18 @@ def test_training_goes_on_as_if_nothing_had_been():
     assert losses[0] == losses[1]
 
 
-def test_a_loss_with_weights_is_put_back_too():
+@pytest.mark.parametrize("given", [lambda loss: loss, lambda loss: loss.forward, lambda loss: partial(loss.forward)])
+def test_a_loss_with_weights_is_moved_and_put_back_too(given):
     loss = nn.CrossEntropyLoss(weight=torch.ones(3))
     learn = make_learner(
-        DataLoaders(DataLoader(make_classes(8), 4), device="cpu"), nn.Sequential(nn.Linear(4, 3)), loss
+        DataLoaders(DataLoader(make_classes(8), 4), device="cpu"), nn.Sequential(nn.Linear(4, 3)), given(loss)
     )
     with unchanged(learn):
         loss.weight.mul_(2)
     assert loss.weight.tolist() == [1, 1, 1]
+    learn.dls = DataLoaders(DataLoader(make_classes(8), 4), device="meta")
+    move_to_device(learn)
+    assert loss.weight.is_meta
 
 
 def test_the_loaders_and_the_model_that_a_callback_replaces_are_put_back():

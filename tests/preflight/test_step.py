@@ -395,8 +395,19 @@ HINTS = {
                           "0.bias: a callback has dropped theirs"),
     "cleared gradients": (lambda: make_learner(cbs=Callback(after_backward=lambda cb: cb.opt.zero_grad())), "gradients",
                           "0.weight, 0.bias, 3.weight, 3.bias: a callback has dropped theirs"),
+    "parameters of the loss": (lambda: make_learner(loss_func=Scaled()), "optimizer", "scale of the loss: trainable"),
+    "a method of the loss": (lambda: make_learner(loss_func=Scaled().forward), "optimizer", "scale of the loss"),
     "a cancelled step": (lambda: make_learner(cbs=Callback(before_step=cancel_step)), "optimizer", "cancelled"),
 }  # fmt: skip
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, pred, y):
+        return (self.scale * pred - y).square().mean()
 
 
 def drop_bias(cb):
