@@ -294,7 +294,8 @@ class Dispatch:
 
     def __init__(self, cbs: list[Callback], fitting: bool) -> None:
         self.cbs, self.fitting = cbs, fitting
-        self.flags = {id(cb): {name: getattr(cb, name) for name in RUN_FLAGS} for cb in cbs}
+        # A tracker's `run` is the tracker's object for its run.
+        self.flags = {id(cb): {name: bool(getattr(cb, name)) for name in RUN_FLAGS} for cb in cbs}
         self.cancel: BaseException | None = None
         self.training = True
         self._is_main = distributed.is_main()  # asked once: outside of a process group it reads the environment

@@ -168,8 +168,9 @@ def taking_part(learn: "Learner") -> list[tuple[str, Callback]]:
 
 def _changed_flags(learn: "Learner", cb: Callback) -> dict[str, bool]:
     """Return the `run` flags of a callback that have changed since the start of the run."""
-    first = {} if learn._dispatch is None else learn._dispatch.flags.get(id(cb), {})
-    return {name: getattr(cb, name) for name, value in first.items() if getattr(cb, name) != value}
+    dispatch = learn._dispatch
+    first = {} if dispatch is None else dispatch.flags.get(id(cb), {})
+    return {name: not value for name, value in first.items() if bool(getattr(cb, name)) is not value}
 
 
 def state_of(cb: Callback, first: Mapping[str, Any] | None = None) -> State:
