@@ -386,7 +386,11 @@ def named(made: Optimizer | Optimizers, values: Sequence) -> Any:
 
 def n_groups(opt: Optimizer) -> int:
     """Return the number of the splitter's groups in `opt`."""
-    return max(max(1 + _group_of(i, g), g.get(COUNT, 0)) for i, g in enumerate(opt.param_groups))
+    return _count_groups(opt.param_groups)
+
+
+def _count_groups(groups: list[dict]) -> int:
+    return max(max(1 + _group_of(i, g), g.get(COUNT, 0)) for i, g in enumerate(groups))
 
 
 def _group_of(i: int, group: dict) -> int:
@@ -401,14 +405,19 @@ def whose_groups(opt: Optimizer) -> str:
 
 
 def keep_base_rates(opt: Optimizer) -> None:
-    """Record the groups of a new optimizer, and the rates with which they were made.
+    """Record the groups of a new optimizer, or those that were added to it, and the rates with which they were made.
 
-    If groups of the splitter were split into parts with different rates, lists count the parts from now on.
+    An added group follows those of the splitter, however many parts these have. If groups of the splitter were split
+    into parts with different rates, lists count the parts from now on.
     """
     rates_of: dict[int, set[float]] = {}
     for i, group in enumerate(opt.param_groups):
         _key(opt, group, "lr")
-        group.setdefault(WHOLE, i)
+        if WHOLE not in group:
+            before = opt.param_groups[:i]
+            group[WHOLE] = 1 + max((each[WHOLE] for each in before), default=-1)
+            if any(GROUP in each for each in before):
+                group.setdefault(GROUP, _count_groups(before))
         group.setdefault(BASE, _unscaled(group))
         rates_of.setdefault(_group_of(i, group), set()).add(_base_rate(group))
     if any(len(rates) > 1 for rates in rates_of.values()):

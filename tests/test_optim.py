@@ -124,6 +124,27 @@ def test_rates_count_the_splitters_groups(given_to, wd, lr, first, second, third
     assert optim.n_groups(learn.opt) == 3
 
 
+def test_a_group_that_is_added_between_fits_is_one_more_however_the_others_are_split(tmp_path):
+    def learner():
+        learn = make_learner(splitter=halves, wd=0.1, path=tmp_path)
+        learn.create_opt()
+        return learn
+
+    learn = learner()
+    learn.fit(1)  # the decay splits both groups
+    added = nn.Parameter(torch.ones(1))
+    learn.opt.add_param_group({"params": [added]})
+    learn.fit(1, slice(0.001, 0.1))
+    assert [group["lr"] for group in learn.opt.param_groups] == pytest.approx([0.001] * 2 + [0.01] * 2 + [0.1])
+    learn.fit(1, [0.1, 0.2, 0.3])
+    assert [group["lr"] for group in learn.opt.param_groups] == [0.1, 0.1, 0.2, 0.2, 0.3]
+    learn.save("added")
+    other = learner()
+    other.opt.add_param_group({"params": [added]})
+    other.load("added")
+    assert len(other.opt.param_groups) == 5
+
+
 @pytest.mark.parametrize("kind", [tuple, L, iter, np.array, torch.tensor])
 def test_rates_come_in_any_row(kind):
     lrs = pytest.approx({"0.weight": 0.1, "0.bias": 0.2, "3.weight": 0.3, "3.bias": 0.3})
