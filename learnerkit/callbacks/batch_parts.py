@@ -136,7 +136,7 @@ class Batches:
         self.size = self._size()
         self._note_batch()
         parts, fits = cb.limits
-        parts = 1 if self.size <= fits else parts
+        parts = 1 if self.size <= fits else cb.parts_of(self.rows, parts)
         careful = learn.training and (self.size > fits or cb.is_careful)
         self._note(careful or parts > 1)
         if parts == 1 and not careful:

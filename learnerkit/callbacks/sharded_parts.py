@@ -67,7 +67,7 @@ class ShardedBatches(Batches):
             return
         self._note_batch()
         self._note(everything=True)
-        self._compute_values(self._wanted_parts)
+        self._compute_values(self.cb.parts_of(self.rows, self._wanted_parts))
 
     def _compute_values(self, parts: int) -> None:
         """Compute predictions and loss in so many parts, without gradients."""
@@ -135,9 +135,9 @@ class ShardedBatches(Batches):
             if most == last or all(parts in (0, most) for parts in everyone):
                 return most
             last = most
-            if 0 < mine < most and mine < self.rows:  # Others make passes without data.
+            if 0 < mine < (wanted := self.cb.parts_of(self.rows, most)):  # Others make passes without data.
                 self._put_back()
-                self._compute_values(min(most, self.rows))
+                self._compute_values(wanted)
                 mine = self.parts
 
     def _factors(self) -> tuple[Tensor | None, list[Tensor | None]]:

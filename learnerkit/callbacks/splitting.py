@@ -131,6 +131,14 @@ class SplitBatch(Callback):
         """The number of parts, and the largest size of a batch that fits as it is."""
         return (self.parts, self._fits) if self.learn.training else self._evaluated
 
+    def parts_of(self, rows: int, parts: int) -> int:
+        """Return the number of parts in which a batch of so many samples is taken if others are taken in `parts`.
+
+        For a BatchNorm that trains each of them has two samples, as one has no variance, unless two do not fit.
+        """
+        trains = parts > 1 and any(isinstance(m, BatchNorm) and m.training for m in self.learn.model.modules())
+        return min(parts, (rows // 2 or rows) if trains else rows)
+
     def note_fit(self, batch: "Batches") -> None:
         """Note that a batch has fitted in its number of parts."""
         parts, fits = self.limits
@@ -165,10 +173,9 @@ class SplitBatch(Callback):
             everyone = distributed.all_gather((*mine, self.parts), among="votes")
             of_batch, rows, known = zip(*everyone, strict=True)
             most, self.parts = max(of_batch), max(known)
-            # A part has at least one sample.
-            if all(parts == min(most, n) for parts, n in zip(of_batch, rows, strict=True)):
+            if all(parts >= self.parts_of(n, most) for parts, n in zip(of_batch, rows, strict=True)):
                 break
-            if batch is not None and batch.parts < (wanted := min(most, batch.rows)):
+            if batch is not None and batch.parts < (wanted := self.parts_of(batch.rows, most)):
                 batch.compute(wanted)
 
     # The loss

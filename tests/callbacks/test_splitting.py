@@ -376,6 +376,16 @@ def test_more_parts_than_samples_are_one_for_each():
     assert difference(fitted(None, [SplitBatch(parts=20)]), most) == 0
 
 
+@pytest.mark.parametrize(("parts", "last"), [(10, 7), (19, 3)])
+def test_no_part_has_a_single_sample_where_a_norm_needs_two(parts, last):
+    sizes = []
+    model = make_net(norm=True)
+    model[1].register_forward_pre_hook(lambda norm, given: sizes.append(len(given[0])) if norm.training else None)
+    fitted(None, [SplitBatch(parts=parts)], lambda: model, dls=make_loaders(20 + last), epochs=1)
+    assert min(sizes) >= 2
+    assert sum(sizes) == 20 + last
+
+
 # What a failed try leaves behind
 
 
