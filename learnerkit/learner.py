@@ -650,6 +650,7 @@ class Learner(RunState):
         Raises:
             ValueError: the training loader has no length, so that the progress of training is unknown.
         """
+        arguments.check_positive("div_final", div_final)
 
         def flat_cos(rate: float) -> Schedule:
             return combined_cos(pct_start, rate, rate, rate / div_final)

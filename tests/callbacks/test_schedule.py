@@ -502,6 +502,12 @@ def test_a_cycle_that_cannot_be_is_refused(options):
         learner().fit_one_cycle(1, **options)
 
 
+@pytest.mark.parametrize("div_final", [0, -1])
+def test_a_flat_fit_ends_at_no_rate_of_0_or_below(div_final):
+    with pytest.raises(ValueError, match=f"got div_final={div_final}; it is a number above 0"):
+        learner().fit_flat_cos(1, div_final=div_final)
+
+
 # Schedules of one's own
 
 
