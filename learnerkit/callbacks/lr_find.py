@@ -192,7 +192,8 @@ def valley(lrs: Values, losses: Values, num_it: int) -> float:
     end = int(lengths.argmax())
     start = end - int(lengths[end]) if end else 0
     third = (end - start) / 3
-    return float(lrs[start + int(third) + int(third / 2)])
+    # A valley of the first two losses alone starts before them, as in fastai, whose index then counts from the end.
+    return float(lrs[max(0, start + int(third) + int(third / 2))])
 
 
 def slide(

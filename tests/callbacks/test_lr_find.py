@@ -53,6 +53,10 @@ def test_a_suggestion_is_fastais(curve, name):
         assert found == pytest.approx(table[name], rel=1e-6)
 
 
+def test_a_fall_of_the_first_step_alone_suggests_no_rate_of_the_end():
+    assert valley([0.1, 0.2, 0.4, 0.8], [3.0, 2.0, 5.0, 6.0], 4) == 0.1  # fastai's is 0.8
+
+
 @pytest.mark.parametrize("name", TABLES["lr_find"])
 def test_a_run_is_fastais(name, plt):
     table = TABLES["lr_find"][name]
