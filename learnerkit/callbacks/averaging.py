@@ -484,7 +484,10 @@ class SWA(_Averaging):
 
     def after_fit(self) -> None:
         if self._own and not self.n_averaged and distributed.is_main():
-            warn(f"SWA averaged nothing: no epoch of this fit began at start={self.start} or later")
+            warn(
+                f"SWA averaged nothing: no epoch of this fit began at start={self.start} or later and was trained to "
+                "its end"
+            )
         super().after_fit()
 
     def state_dict(self) -> State:

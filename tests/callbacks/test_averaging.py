@@ -163,6 +163,15 @@ def test_the_mean_of_swa_and_its_statistics_are_torchs():
     assert learn.model[1].momentum == 0.1
 
 
+def test_swa_says_that_a_cancelled_epoch_does_not_count():
+    def cancel(cb):
+        raise CancelFitException
+
+    learn = learner(SWA(0), Callback(after_batch=cancel), data=make_dls(4, 4), model=make_model())
+    with pytest.warns(UserWarning, match="at start=0 or later and was trained to its end"):
+        learn.fit(1)
+
+
 @pytest.mark.parametrize(("start", "n"), [(0, 4), (3, 1), (0.0, 4), (0.5, 2), (0.75, 1), (0.9, 0)])
 def test_swa_starts_where_it_is_told_to(start, n):
     swa = SWA(start)
