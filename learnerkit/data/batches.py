@@ -103,11 +103,17 @@ def concat(batches: list) -> Any:
     If the other dimensions of a tensor differ between batches, the result is a list with a tensor for each sample.
 
     Raises:
-        ValueError: packed sequences.
+        ValueError: packed sequences, or tensors of which some have no axis of samples.
     """
     first = batches[0]
     if isinstance(first, Tensor):
-        if len({(t.shape[1:], t.ndim) for t in batches}) > 1:
+        other = next((t for t in batches if t.ndim != first.ndim), None)
+        if other is not None:
+            raise ValueError(
+                f"batches with tensors of shape {tuple(first.shape)} and {tuple(other.shape)} cannot be joined: each "
+                "keeps the axis of its samples, also with a single one (.squeeze(1) rather than .squeeze())"
+            )
+        if len({t.shape[1:] for t in batches}) > 1:
             return [row for t in batches for row in t]
         return torch.cat(batches) if first.ndim else torch.stack(batches)
     if isinstance(first, PackedSequence):

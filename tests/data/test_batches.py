@@ -140,6 +140,12 @@ class Boxes:
     names: list
 
 
+@pytest.mark.parametrize("last", [torch.tensor(1.0), torch.ones(2)])
+def test_a_batch_that_has_lost_the_axis_of_its_one_sample_is_refused_in_words(last):
+    with pytest.raises(ValueError, match=r"cannot be joined: .*\.squeeze\(1\) rather than"):
+        concat([torch.ones(3, *last.shape), last])
+
+
 def test_batches_are_joined_by_their_parts():
     batches = [{"p": torch.full((n, 2), n), "q": (torch.ones(n),)} for n in (2, 3)]
     whole = concat(batches)
