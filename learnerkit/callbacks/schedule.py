@@ -19,7 +19,7 @@ from learnerkit.callback import Callback, running
 from learnerkit.callbacks.recorder import check_monitor, monitored
 from learnerkit.state import State
 from learnerkit.text import did_you_mean, first_few
-from learnerkit.utils import listify, warn
+from learnerkit.utils import listify, restorer, warn
 
 Schedule = Callable[[float], float]
 """A hyper-parameter as a function of the share of training done, from 0 to 1."""
@@ -230,7 +230,9 @@ class ParamScheduler(Callback):
 
     def before_batch(self) -> None:
         position, last = self.learn.pct_train, dict[str, float]()
-        for opt, scheds, kept in zip(self.learn.opts, self._by_opt, self._kept, strict=True):
+        for opt, scheds, kept, before in zip(self.learn.opts, self._by_opt, self._kept, self._before, strict=True):
+            if len(before) < len(opt.param_groups):  # a callback has added some
+                before += optim.get_hypers(opt, scheds)[len(before) :]
             for name, sched in scheds.items():
                 values = [float(s(position)) for s in ([sched] if callable(sched) else sched)]
                 optim.set_hyper(opt, name, values[0] if callable(sched) else values, kept[name])
@@ -323,6 +325,7 @@ class TorchScheduler(Callback):
         self.monitor = monitor
         self._schedulers: list = []
         self._undo: list[Callable[[], None]] = []
+        self._options: list[list[Callable[[], dict[str, Any]]]] = []  # for each optimizer, those of its groups
         self._stepped = False
 
     def before_fit(self) -> None:
@@ -330,8 +333,10 @@ class TorchScheduler(Callback):
         check_nobody_schedules(learn, "TorchScheduler")
         if self.monitor is not None:
             check_monitor(learn, self.monitor)
+        self._options = [[] for _ in learn.opts]
+        self._note_groups()
         for opt in learn.opts:
-            self._undo += [optim.group_restorer(opt), partial(_put_back_attributes, opt, set(vars(opt)))]
+            self._undo.append(partial(_put_back_attributes, opt, set(vars(opt))))
             for group in opt.param_groups:
                 group.pop("initial_lr", None)  # An earlier scheduler left it; this one starts with this fit's rates.
         self._schedulers, self._advanced = [self.make(opt) for opt in learn.opts], False
@@ -345,6 +350,12 @@ class TorchScheduler(Callback):
         if self.step == "epoch" and self.monitor is None:
             for _ in range(learn.start_epoch):
                 self._advance()
+
+    def _note_groups(self) -> None:
+        "Note the options of the groups, and later those of groups that a callback has added."
+        for opt, noted in zip(self.learn.opts, self._options, strict=True):
+            for group in opt.param_groups[len(noted) :]:
+                noted.append(restorer({name: value for name, value in group.items() if name != "params"}))
 
     def after_step(self) -> None:
         self._stepped = True
@@ -376,6 +387,7 @@ class TorchScheduler(Callback):
         values = [] if self.monitor is None else [monitored(self.learn, self.monitor)]
         if values == [None]:
             return  # the newest row does not have the column
+        self._note_groups()
         with ExitStack() as stack:
             if not self._advanced:  # each such context makes Python forget which warnings were shown
                 stack.enter_context(warnings.catch_warnings())
@@ -397,7 +409,13 @@ class TorchScheduler(Callback):
     def cleanup_fit(self) -> None:
         for undo in self._undo:
             undo()
-        self._undo, self._schedulers = [], []
+        for opt, noted in zip(self.learn.opts, self._options, strict=False):
+            # Groups are matched by position, since a load may have replaced them by other dicts.
+            for group, options in zip(opt.param_groups, noted, strict=False):
+                params = group["params"]
+                group.clear()
+                group.update(params=params, **options())
+        self._undo, self._schedulers, self._options = [], [], []
 
 
 def plain_part(state: Any) -> Any:

@@ -283,6 +283,18 @@ def test_a_group_that_is_added_under_a_schedule_is_refused():
         learn.fit_one_cycle(1)
 
 
+@pytest.mark.parametrize("way", ["schedule", "torch"])
+def test_a_group_that_is_added_under_one_schedule_stays_and_gets_its_rate_back(way):
+    def add(cb):
+        if cb.train_iter == 1:
+            cb.opt.add_param_group({"params": [nn.Parameter(torch.zeros(1))], "lr": 0.25})
+
+    cbs = [TorchScheduler(lambda opt: lr_scheduler.ExponentialLR(opt, 0.5))] if way == "torch" else []
+    learn = learner(cbs=[Callback(before_step=add), *cbs])
+    learn.fit(1, (lambda at: 1 - at) if way == "schedule" else 0.5)
+    assert [group["lr"] for group in learn.opt.param_groups][1:] == [0.25]
+
+
 @pytest.mark.parametrize("wd_bn_bias", [False, True])
 def test_a_scheduled_decay_spares_norms_and_biases(wd_bn_bias):
     watch = Watch()
