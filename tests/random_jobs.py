@@ -126,6 +126,8 @@ def draw(seed, ranks=(1,), shard=False):
         job["watch"] = None if job["parts"] else job["watch"]
     if not job["split_batches"]:
         leave("drop_last")  # the last batch of one process may be a whole one of the ranks
+    if job["after"] == "other batches" and job["samples"] < 2 * job["batch"]:
+        leave("drop_last")
     if job["data"] == "stream":
         leave("split_batches", "workers", "order", "drop_last")
     if job["order"] == "weighted":
@@ -144,6 +146,7 @@ def draw(seed, ranks=(1,), shard=False):
         leave("wd", "tracker", "backward")
     if job["backward"] != "the library's":
         leave("accumulate", "parts")
+        job["watch"] = None if job["watch"] == "noise" else job["watch"]
     for name in ("first", "second", "third"):
         if job["data"] == "stream" or job["tracker"] == "plateau":
             job[name] = job[name] if job[name] in CONSTANT else "fit"
