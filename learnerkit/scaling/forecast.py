@@ -243,7 +243,8 @@ def cost_in_forks(learn: "Learner", n_steps: int, step: Pace) -> StepCost:
     results = run_in_forks(jobs, time.monotonic() + _SECONDS)
     if failed := [each for each in results if isinstance(each, ExceptionReport)]:
         raise RuntimeError(cause(min(failed, key=lambda each: each.order).traceback))
-    return StepCost(**results[0])._replace(single=step.seconds)
+    # The forks divide the epoch, so more of their batches are last ones, with fewer samples.
+    return StepCost(**results[0])._replace(single=step.seconds, batch=step.samples)
 
 
 @collective

@@ -132,7 +132,7 @@ class Turns(nn.Module):
 
 @pytest.mark.slow
 def test_two_processes_are_started_to_measure_what_they_share(tmp_path):
-    learn = make_learner()
+    learn = make_learner(n=18)  # batches of 8, 8 and 2 samples; of each of two processes 8 and 1
     learn.model = Turns(tmp_path / "lock")
     before = [p.clone() for p in learn.model.parameters()]
     found = cost_in_forks(learn, 10, Pace(5e-2, 8))
