@@ -74,6 +74,11 @@ def first_few(names: Iterable[Any], joint: str = ", ", n: int = 5) -> str:
     )
 
 
+def counted(n: float, noun: str) -> str:
+    """Return a number and a noun, such as `1 sample` or `2 samples`."""
+    return f"{round(n, 2):.12g} {noun}{'' if n == 1 else 's'}"
+
+
 def format_time(seconds: float) -> str:
     """Return seconds as `mm:ss`; below a minute with tenths, `00:ss.t`; from one hour on `h:mm:ss`."""
     tenths = round(seconds * 10)

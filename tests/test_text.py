@@ -2,7 +2,7 @@
 
 import pytest
 
-from learnerkit.text import columns, did_you_mean, first_few, format_time, in_one_line, in_units, printable
+from learnerkit.text import columns, counted, did_you_mean, first_few, format_time, in_one_line, in_units, printable
 
 
 def test_did_you_mean_names_the_nearest():
@@ -62,6 +62,12 @@ def test_text_that_is_safe_to_print():
     assert printable("model.0.weight") == "model.0.weight"
     assert printable("a\x1b[2J\nb\udcff") == "a\\x1b[2J\\nb\\udcff"
     assert printable("a" * 10**7 + "/file", 10) == "aaaaa ... (10000005 characters) ... /file"
+
+
+def test_a_number_has_its_noun():
+    assert [counted(n, "step") for n in (0, 1, 2, 1.0, 1.5, 10**8)] == [
+        "0 steps", "1 step", "2 steps", "1 step", "1.5 steps", "100000000 steps",
+    ]  # fmt: skip
 
 
 def test_bytes_are_written_in_units():

@@ -14,7 +14,7 @@ from learnerkit.preflight.report import HINT, NOTHING, OK, WRONG, Finding
 from learnerkit.processes.rank_main import forget_frames
 from learnerkit.shards import local
 from learnerkit.state import Learner
-from learnerkit.text import in_units
+from learnerkit.text import counted, in_units
 from learnerkit.utils import memory_of, unwrap
 
 _UNITS = {"GiB": 2**30, "GB": 10**9, "MiB": 2**20, "MB": 10**6}
@@ -146,9 +146,9 @@ def _held(learn: "Learner") -> str:
 def _needs(step: Prediction) -> str:
     """Describe the memory that a step on a batch needs."""
     return (
-        f"{step.batch_size} samples take {in_units(step.peak)}: parameters {in_units(step.parameters)}, gradients "
-        f"{in_units(step.gradients)}, optimizer {in_units(step.optimizer)}, activations {in_units(step.per_sample)} "
-        "a sample"
+        f"{counted(step.batch_size, 'sample')} take{'s' if step.batch_size == 1 else ''} {in_units(step.peak)}: "
+        f"parameters {in_units(step.parameters)}, gradients {in_units(step.gradients)}, optimizer "
+        f"{in_units(step.optimizer)}, activations {in_units(step.per_sample)} a sample"
     )
 
 

@@ -39,7 +39,7 @@ from learnerkit.parallel.loaders import RankLoader
 from learnerkit.preflight.report import HINT, NOTHING, OK, WRONG, Finding, Report
 from learnerkit.processes.forks import LATE, cause, join_forks, run_in_forks
 from learnerkit.state import Learner, State
-from learnerkit.text import escaped, first_few
+from learnerkit.text import counted, escaped, first_few
 from learnerkit.torch_internals import BatchNorm, Dropout
 from learnerkit.utils import unwrap
 from learnerkit.values import digests, map_batch, same, tensors_in
@@ -109,7 +109,8 @@ def check_distributed(learn: "Learner", n: int = 2, steps: int = 5, timeout: flo
         return False
     one, *ranks = runs
     steps, size = len(one["steps"]), len(one["steps"][0]["samples"])
-    print(f"{title}, {steps} steps of {size} samples; differences up to {TOLERANCE:.0e} count as rounding")
+    what = f"{counted(steps, 'step')} of {counted(size, 'sample')}"
+    print(f"{title}, {what}; differences up to {TOLERANCE:.0e} count as rounding")
     report = Report(entry="check-distributed")
     findings = _compare(one, ranks)
     if "reason" in findings and findings["samples"].mark == OK and callback.comm_hook is not None:
@@ -328,7 +329,7 @@ def _compare(one: dict, ranks: list[dict]) -> dict[str, Finding]:
     if not wrong_samples and len(set(lengths)) > 1:
         wrong_samples = f"one process took {lengths[0]} steps, the ranks took {lengths[1:]}"
     total = sum(len(step["samples"]) for step in one["steps"])
-    right = f"each global batch the same, each sample once ({total} samples)"
+    right = f"each global batch the same, each sample once ({counted(total, 'sample')})"
     alone = {f"step {i}": _loss([step], one["sums"]) for i, (step, _) in enumerate(steps, 1)}
     together = {f"step {i}": _loss(parts, one["sums"]) for i, (_, parts) in enumerate(steps, 1)}
     findings = {

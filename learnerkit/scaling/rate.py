@@ -15,7 +15,7 @@ from learnerkit.data.loaders import DataLoaders
 from learnerkit.data.order import samplers_of
 from learnerkit.parallel.distributed import member_of
 from learnerkit.state import Learner
-from learnerkit.text import did_you_mean, first_few
+from learnerkit.text import counted, did_you_mean, first_few
 from learnerkit.utils import listify
 
 RULES: dict[str, Callable[[float], float]] = {"linear": float, "sqrt": sqrt}
@@ -41,7 +41,7 @@ class Step(NamedTuple):
     def __str__(self) -> str:
         if self.samples is None:
             return f"{self.parts} a step; the training loader does not tell how many samples they have"
-        return f"{f'{self.parts} = ' if self.combined else ''}{self.samples} samples a step"
+        return f"{f'{self.parts} = ' if self.combined else ''}{counted(self.samples, 'sample')} a step"
 
 
 def step_of(learn: "Learner", cbs: Any = None) -> Step:
@@ -107,7 +107,9 @@ def say_held(learn: "Learner") -> None:
     if step.samples is not None:
         parts = f", {step.parts}" if step.combined else ""
         n = step.samples
-        learn.say(f"these rates hold at {n} samples a step{parts}; elsewhere train with scaled_lr(rate, at={n})")
+        learn.say(
+            f"these rates hold at {counted(n, 'sample')} a step{parts}; elsewhere train with scaled_lr(rate, at={n})"
+        )
 
 
 # The rate that goes with it
@@ -209,7 +211,7 @@ def _for_optimizer(learn: "Learner", value: Any, opt: Optimizer, samples: int) -
         after = [f"{lr * factor:.3g}" for lr in before if not callable(lr)]
         learn.say(
             f"learning rate{'s' * (len(before) > 1)} {first_few(before)} x {factor:.3g}"
-            f"{' = ' if after else ''}{first_few(after)}: {samples} samples a step, rather than {at} "
+            f"{' = ' if after else ''}{first_few(after)}: {counted(samples, 'sample')} a step, rather than {at} "
             f"({rule} rule, {type(opt).__name__})"
         )
     return scaled

@@ -8,7 +8,7 @@ from typing import Any
 from learnerkit.data.show import pyplot
 from learnerkit.scaling.forecast import Forecast, StepCost
 from learnerkit.scaling.parts import ALARM, BACKWARD, COPY, FORWARD, INPUT, OPTIMIZER, PARTS, REDUCE, REST, Slowest
-from learnerkit.text import first_few
+from learnerkit.text import counted, first_few
 
 GAIN = 0.05
 """The share of samples per second above which something that was tried counts as a help."""
@@ -133,8 +133,8 @@ class ScalingReport:
 
     def _words(self) -> Iterator[str]:
         yield (
-            f"{_processes(self.ranks)} on {self.device}: a step of {self.samples:g} samples takes {_ms(self.seconds)}, "
-            f"{self.rate:,.0f} samples per second"
+            f"{_processes(self.ranks)} on {self.device}: a step of {counted(self.samples, 'sample')} takes "
+            f"{_ms(self.seconds)}, {self.rate:,.0f} samples per second"
         )
         yield from self._against_one()
         yield from self._slowest_rank()
@@ -152,8 +152,8 @@ class ScalingReport:
         times = self.efficiency * self.ranks
         with_threads = f" with {self.threads} threads" if self.threads > 1 else ""
         yield (
-            f"one process alone takes {_ms(seconds)} for {samples:g} samples{with_threads}, so {self.ranks} are "
-            f"{times:.2f} times as fast (efficiency {self.efficiency:.0%})"
+            f"one process alone takes {_ms(seconds)} for {counted(samples, 'sample')}{with_threads}, so "
+            f"{self.ranks} are {times:.2f} times as fast (efficiency {self.efficiency:.0%})"
         )
         if times < 1 + GAIN and self.slowest is None:
             yield "so one process does as well: a step is too short for what its gradients cost to exchange"

@@ -68,6 +68,7 @@ def test_a_batch_that_fits_is_shown_with_its_parts(capsys):
     assert re.match(r"64 samples take \S+ MB: parameters 258 KB, gradients 258 KB, optimizer 517 KB, activations", text)
     assert f"up to {found.largest(24 * 2**30):,} fit in 24GiB (8 % assumed for fragmentation)" in text
     assert "fit in" in said(capsys, learn, True)[1]  # the memory of this machine
+    assert said(capsys, learner(bs=1), True, "24GiB")[1].startswith("1 sample takes ")
 
 
 def test_a_batch_that_does_not_fit(capsys, monkeypatch):

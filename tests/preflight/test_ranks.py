@@ -192,6 +192,13 @@ def test_more_ranks_than_samples_in_a_batch_can_be_checked(capsys):
     assert "(7 samples)" in report["samples"][1]
 
 
+def test_one_step_of_one_sample_can_be_checked(capsys):
+    found, report, out = verdict(capsys, make(dls=make_dls(2, 1)), steps=1)
+    assert found is True
+    assert out.startswith("check_distributed: 2 CPU processes against 1, 1 step of 1 sample; ")
+    assert "(1 sample)" in report["samples"][1]
+
+
 # Planted faults
 
 

@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -44,6 +45,7 @@ def test_it_says_where_the_time_goes_and_can_be_read_again(capsys):
     assert said.strip() == str(report).strip()
     assert "1 process on cpu: a step of 8 samples takes" in said
     assert "free input would save" in said
+    assert "cpu: a step of 1 sample takes" in str(replace(report, samples=1.0))
     assert [row["part"] for row in report.table][-2:] == ["the rest", "a step"]
     assert sum(row["rank 0"] for row in report.table[:-1]) == pytest.approx(report.table[-1]["rank 0"], rel=1e-6)
     assert ScalingReport.from_json(report.to_json()) == report

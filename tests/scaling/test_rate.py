@@ -263,13 +263,14 @@ class Closing(Learner):
 
 
 def test_lr_find_says_where_its_rates_hold(capsys):
-    def find(**kwargs):
-        learn = make_learner(make_dls(40, bs=4), lr=scaled_lr(0.1, at=8), **kwargs)
+    def find(bs=4, **kwargs):
+        learn = make_learner(make_dls(40, bs=bs), lr=scaled_lr(0.1, at=8), **kwargs)
         learn.no_bar().__enter__()
         learn.lr_find(num_it=12, show_plot=False, suggest_funcs=SuggestionMethod.Minimum)
         return capsys.readouterr().out
 
     assert find() == "these rates hold at 4 samples a step; elsewhere train with scaled_lr(rate, at=4)\n"
+    assert find(bs=1) == "these rates hold at 1 sample a step; elsewhere train with scaled_lr(rate, at=1)\n"
     said = "these rates hold at 12 samples a step, 4 x 3 batches; elsewhere train with scaled_lr(rate, at=12)\n"
     assert find(cbs=GradientAccumulation(n_batches=3)) == said
 
