@@ -156,13 +156,17 @@ class ImageData:
             reading: `seed`, `delim` and others, as for `from_items`.
 
         Raises:
-            ValueError: a column that is not there; and as `from_items`.
+            ValueError: a column that is not there, or a file that is missing in it; and as `from_items`.
         """
         path, several = local_folder(path), not isinstance(label, str | int)
         check_columns(df, [image, *(label if several else [label]), *([valid] if isinstance(valid, str) else [])])
         kind = reading.get("targets", "class")
         if several and kind in ("class", "masks"):
             raise ValueError(f"got label={label!r}; targets={kind!r} are in one column")
+        for column in (image, label) if kind == "masks" else (image,):
+            if (gaps := df[column].isna()).any():
+                where = first_few(df.index[gaps])
+                raise ValueError(f"the column {column!r} names no file in the rows {where}; take them out: df.dropna()")
         rows = list(df[[*label]].itertuples(index=False, name=None) if several else df[label])
         if isinstance(valid, str) and not (flags := set(df[valid].tolist())) <= {True, False}:
             raise ValueError(f"the column {valid!r} has {first_few(map(repr, flags))}; it is true or false in each row")
@@ -226,6 +230,7 @@ class ImageData:
             FileNotFoundError: masks whose files are not there.
         """
         items, labels = list(items), list(labels)  # A column of a frame has other indices.
+        labels = [y.item() if isinstance(y, torch.Tensor) and not y.ndim else y for y in labels]
         if len(items) != len(labels):
             raise ValueError(f"got {len(items):,} pictures and {len(labels):,} labels; each picture has one")
         parts = [(items, labels)]

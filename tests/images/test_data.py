@@ -80,6 +80,15 @@ def test_columns_of_a_frame_are_taken_by_their_places(folder):
     assert torch.equal(torch.cat(list(dl))[0], data.reader(frame["path"].iloc[0]))
 
 
+@pytest.mark.parametrize("column", ["file", "mask"])
+def test_a_row_without_a_file_is_named(column):
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame({"file": ["a.png", "b.png"], "mask": ["a.png", "b.png"]}, index=[7, 8])
+    frame.loc[8, column] = None
+    with raises(ValueError, f"the column {column!r} names no file in the rows 8; take them out"):
+        ImageData.from_df(frame, "file", "mask", targets="masks")
+
+
 def test_a_class_is_what_a_function_says(folder):
     data = ImageData.from_folder(folder, label=lambda path: "odd" if int(path.stem) % 2 else "even", size=8)
     assert data.classes == ["even", "odd"]
@@ -127,6 +136,7 @@ def test_pictures_without_usable_labels_are_refused(folder):
     with raises(ValueError, "1 pictures lie in no folder of a class, such as pictures/stray.png", "label="):
         ImageData.from_folder(folder)
     ImageData.from_items(["a.png", "b.png"] * 5, np.array([True, False] * 5))
+    assert ImageData.from_items(["a.png", "b.png"] * 5, torch.tensor([3, 4] * 5)).classes == ["3", "4"]
     for label in (None, float("nan"), 1.5):
         with raises(ValueError, f"got the labels {label}; labels are text or whole numbers"):
             ImageData.from_items(["a.png", "b.png"], ["x", label])
