@@ -62,8 +62,8 @@ def check_shardable(learn: "Learner", offload: bool) -> None:
     for opt in learn.opts:
         if kinds := _NOT_ELEMENTWISE & {kind.__name__ for kind in type(opt).__mro__}:
             raise ValueError(
-                f"{type(opt).__name__} cannot step on shards of a parameter, as it is a {min(kinds)}, whose step needs "
-                "whole parameters: take an elementwise optimizer, such as AdamW or SGD, or leave shard= out"
+                f"{type(opt).__name__} cannot step on shards of a parameter, as a step of {min(kinds)} needs whole "
+                "parameters: take an elementwise optimizer, such as AdamW or SGD, or leave shard= out"
                 " (errors.html#sharded)"
             )
     for cb in learn.cbs:
