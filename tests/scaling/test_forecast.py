@@ -132,7 +132,7 @@ class Turns(nn.Module):
 
 @pytest.mark.slow
 def test_two_processes_are_started_to_measure_what_they_share(tmp_path):
-    learn = make_learner(n=18)  # batches of 8, 8 and 2 samples; of each of two processes 8 and 1
+    learn = make_learner()
     learn.model = Turns(tmp_path / "lock")
     before = [p.clone() for p in learn.model.parameters()]
     found = cost_in_forks(learn, 10, Pace(5e-2, 8))
@@ -141,6 +141,8 @@ def test_two_processes_are_started_to_measure_what_they_share(tmp_path):
     assert 1e-6 < found.message < 1
     assert not dist.is_initialized()
     assert all(torch.equal(p, q) for p, q in zip(before, learn.model.parameters(), strict=True))
+    # Of 8, 8 and 2 samples a step, two processes have 8 and 1.
+    assert cost_in_forks(make_learner(n=18), 4, Pace(5e-2, 8)).batch == 8
 
 
 def test_what_fails_in_a_fork_is_a_note(capsys):
