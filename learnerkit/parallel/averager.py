@@ -94,7 +94,9 @@ class Averager:
             check_parts(learn.model, self.cb.wrap_names, beside)
         named = dict(learn.model.named_parameters())
         named |= {f"parameter {i} beside the model {tuple(p.shape)}": p for i, p in enumerate(beside)}
-        if learn.model is not self.model or step.is_changed() or named.keys() != step.named.keys():
+        is_other = learn.model is not self.model or named.keys() != step.named.keys()
+        # A part may have been replaced by one whose parameters have the same names.
+        if is_other or step.is_changed() or any(p is not step.named[name] for name, p in named.items()):
             self._prepare(named)
         step.start()
 

@@ -279,6 +279,23 @@ def test_a_parameter_that_comes_beside_the_model_between_epochs_is_averaged():
     torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)
 
 
+class Renewed(Callback):
+    """Gives the model a new last layer in the second epoch."""
+
+    def before_epoch(self):
+        if self.epoch == 1:
+            self.model.spare = nn.Linear(4, 2).double()
+            with torch.no_grad():
+                for p in self.model.spare.parameters():
+                    p.fill_(0.1)
+            self.learn.opt.param_groups[0]["params"] = list(self.model.parameters())
+
+
+def test_a_part_that_is_replaced_between_epochs_is_averaged():
+    found = [weights(trained(cbs=Renewed(), alone=alone)[0]) for alone in (False, True)]
+    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)
+
+
 def test_a_first_batch_that_all_ranks_leave_has_shown_nothing():
     def leave(cb):
         if cb.training and cb.train_iter == cb.iter == 0 and cb.epoch == 0:
