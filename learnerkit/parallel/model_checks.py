@@ -89,6 +89,13 @@ def check_shardable(learn: "Learner", offload: bool) -> None:
             f"{first_few(sparse)} makes sparse gradients, which cannot be divided among ranks: write sparse=False, or "
             "leave shard= out"
         )
+    embeddings = (nn.Embedding, nn.EmbeddingBag)
+    if changed := [name for name, m in learn.model.named_modules() if isinstance(m, embeddings) and m.max_norm]:
+        raise ValueError(
+            f"{first_few(changed)} has a max_norm, by which its forward pass changes the weights, and those of a "
+            "sharded model are copies then, so that the change would be lost: leave max_norm out, or leave shard= out"
+            " (errors.html#sharded)"
+        )
 
 
 def check_devices(placed: Sequence[tuple[str, list[str]]]) -> None:

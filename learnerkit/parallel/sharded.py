@@ -354,6 +354,10 @@ _EXPLAINED = {
         "the model is sharded, and a loss depends on the gathered parameters instead of those of model.parameters(): "
         "their gradients are in p.grad after loss.backward() (errors.html#sharded)"
     ),
+    "setStorage.*for storage of size 0": (
+        "the model is sharded, and a backward pass needs parameters that an earlier one has freed, as that of a "
+        "gradient's gradient does (create_graph=True): leave that out, or leave shard= out (errors.html#sharded)"
+    ),
 }
 """The advice on errors of torch's that the sharding has caused, by patterns of their texts."""
 

@@ -289,6 +289,18 @@ class Sparse(Net):
         return super().forward(x) + self.bag(torch.zeros(len(x), dtype=torch.long))[:, :3]
 
 
+class Bounded(Net):
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(5, 29, max_norm=0.5, dtype=torch.float64)
+
+
+def penalty(cb):
+    x = cb.x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(cb.model(x).sum(), x, create_graph=True)
+    return slope.square().sum()
+
+
 class Spans(Net):
     hf_device_map = {"first": 2 * RANK, "head": 2 * RANK + 1}
 
@@ -315,6 +327,8 @@ REFUSED = {
     "Rprop": (lambda: learner(opt_func=optim.Rprop), "Rprop cannot step on shards"),
     "SparseAdam": (lambda: learner(opt_func=optim.SparseAdam), "SparseAdam cannot step on shards"),
     "p17 sparse gradients": (lambda: learner(Sparse(), opt_func=optim.SGD), "bag makes sparse gradients"),
+    "an embedding of bounded norm": (lambda: learner(Bounded()), "words has a max_norm"),
+    "the gradient of a gradient": (lambda: passes("after_backward", penalty), "as that of a gradient's gradient does"),
     "ChannelsLast": (lambda: learner(cbs=learnerkit.ChannelsLast()), "ChannelsLast needs the whole model"),
     "EMA of a module beside the model": (
         lambda: learner(cbs=learnerkit.EMA(0.5, module=Net())), "put that module into the learner's model"),
