@@ -1,5 +1,6 @@
 """Facts, collectives and seeds on one process and on several."""
 
+import math
 import os
 import random
 import re
@@ -160,6 +161,20 @@ def test_collectives_combine_the_values_of_all_ranks():
     assert torch.equal(distributed.all_gather(torch.tensor([1 + 2j]).conj())[0], torch.tensor([1 - 2j]))
     for most in (torch.tensor(200, dtype=torch.uint8), torch.tensor(60000.0, dtype=torch.float16)):
         assert distributed.reduce(most, "mean").item() == most.item()
+    for whole in (torch.int16, torch.uint16, torch.uint32, torch.uint64):
+        numbers = torch.tensor([rank, 7]).to(whole)
+        found = [distributed.reduce(numbers, op) for op in ("sum", "max", "min")]
+        assert {t.dtype for t in found} == {whole}
+        assert [t.tolist() for t in found] == [[n * (n - 1) // 2, 7 * n], [n - 1, 7], [0, 7]]
+    for with_nan in range(n):
+        value = math.nan if rank == with_nan else 1.0
+        for op in ("max", "min"):
+            assert math.isnan(distributed.reduce(value, op))
+            torch.testing.assert_close(
+                distributed.reduce(torch.tensor([[value, rank]]).bfloat16(), op),
+                torch.tensor([[math.nan, n - 1 if op == "max" else 0]]).bfloat16(),
+                equal_nan=True,
+            )
     assert distributed.reduce(0.1 + 0.2j, "mean") == pytest.approx(0.1 + 0.2j, rel=1e-15)
     pieces = [(i, torch.full((i % 3, 2), i)) for i in range(7) if i % n == rank]
     whole = distributed.gather_pieces(pieces)

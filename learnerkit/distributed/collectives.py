@@ -41,6 +41,9 @@ T = TypeVar("T")
 # The mean is the sum, divided at the end.
 _OPS = {"sum": dist.ReduceOp.SUM, "mean": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
+_NOT_IN_GLOO = {torch.int16, torch.uint16, torch.uint32, torch.uint64}
+"""Types of numbers that gloo does not reduce."""
+
 
 def _wire(x: Tensor) -> Tensor:
     """Return `x` on a device of the process group: unchanged, or on the accelerator if the group has no CPU."""
@@ -213,8 +216,18 @@ def reduce(x: T, op: str = "sum", among: str = "") -> T:
         total = total.float() if total.is_floating_point() else total.long()  # A sum may be too large for the type.
     elif total.dtype == torch.bool and op == "sum":
         total = total.long()  # The sum of truth values is their "or".
+    kind = total.dtype
+    if kind in _NOT_IN_GLOO:
+        total = total.long()
     with _explained("reduce"):
-        dist.all_reduce(total, _OPS[op], group(among, total.device.type))
+        if total.is_floating_point() and op in ("max", "min"):
+            # The ranks' own maximum would be NaN or a number, by which of them has the NaN.
+            parts = [torch.empty_like(total) for _ in range(world_size())]
+            dist.all_gather(parts, total, group(among, total.device.type))
+            total = getattr(torch.stack(parts), f"a{op}")(0)
+        else:
+            dist.all_reduce(total, _OPS[op], group(among, total.device.type))
+    total = total.to(kind)
     result = total.to(local.device) if isinstance(x, Tensor) else total.item()
     if op != "mean":
         return result
