@@ -1631,7 +1631,7 @@ class Learner(RunState):
             TypeError, ValueError: `file` is not a name, a path or an open file.
             CheckpointError: the file is damaged, or of another model.
         """
-        distributed.follow_rank0("load")
+        distributed.follow_rank0("learn.load")
         model, place = unwrap(self.model), files.place_of(self, file)
         if self.mapped is not None and isinstance(place, Path) and files.is_mappable(place):
             weights = fitted(files.read_mapped(place), model, strict).weights

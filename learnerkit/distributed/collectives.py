@@ -125,7 +125,7 @@ def _has_peers(what: str, waits: bool = True) -> bool:
     """Tell whether there are other ranks for a collective, and join them first.
 
     Args:
-        what: the collective's name.
+        what: the collective's name; with a dot that of another function that users call.
         waits: every rank waits for the others in it.
 
     Raises:
@@ -133,9 +133,10 @@ def _has_peers(what: str, waits: bool = True) -> bool:
     """
     if world_size() == 1:
         return False
+    name = what if "." in what else f"distributed.{what}"
     if refuse := _refusal.get():
-        raise refuse(what if "." in what else f"distributed.{what}")
-    join(what=f"distributed.{what}")
+        raise refuse(name)
+    join(what=name)
     if waits and (call := _before_collective.get()) is not None:
         call()
     return True

@@ -70,7 +70,7 @@ def load(
         raise ValueError(
             f"{file} is for onnxruntime and the like; load_learner reads '.safetensors' and '.pt2': export one of them"
         )
-    distributed.follow_rank0("load_learner")
+    distributed.follow_rank0("learnerkit.load_learner")
     with file.copied() if isinstance(file, StorePath) else nullcontext(file) as local:
         _check_is_there(local)
         own = DataLoaders(NoData(), NoData(), device=device) if dls is None else dls

@@ -475,6 +475,18 @@ def test_a_cleanup_that_communicates_is_named():
         learn.fit(1)
 
 
+def test_a_load_in_a_callback_of_rank_0_is_named_as_users_call_it():
+    class Loads(Callback):
+        rank0_only = True
+
+        def after_step(self):
+            self.learn.load("model")
+
+    learn = make_learner(cbs=Loads())
+    with learn.distrib_ctx(), learn.no_logging(), raises(RuntimeError, "Loads.after_step called learn.load:"):
+        learn.fit(1)
+
+
 def test_no_ddp_is_left_to_the_collector():
     """In a forked loader worker its end would be that of a process group whose threads are not there."""
     found = []
