@@ -136,8 +136,9 @@ class SplitBatch(Callback):
 
         For a BatchNorm that trains each of them has two samples, as one has no variance, unless two do not fit.
         """
-        trains = parts > 1 and any(isinstance(m, BatchNorm) and m.training for m in self.learn.model.modules())
-        return min(parts, (rows // 2 or rows) if trains else rows)
+        # With more rows each part has two samples anyway.
+        trains = 2 * parts > rows and any(isinstance(m, BatchNorm) and m.training for m in self.learn.model.modules())
+        return min(parts, rows // 2 or rows if trains else rows)
 
     def note_fit(self, batch: "Batches") -> None:
         """Note that a batch has fitted in its number of parts."""
