@@ -289,13 +289,13 @@ class Dispatch:
 
     Attributes:
         cancel: an exception of a hook of `after_batch` that is raised after the last hook.
-        flags: the `run` flags of the callbacks at the start of the run, by the id of the callback.
+        were_off: which `run` flags of the callbacks were off at the start of a fit, by the id of the callback.
     """
 
     def __init__(self, cbs: list[Callback], fitting: bool) -> None:
         self.cbs, self.fitting = cbs, fitting
         # A tracker's `run` is the tracker's object for its run.
-        self.flags = {id(cb): {name: bool(getattr(cb, name)) for name in RUN_FLAGS} for cb in cbs}
+        self.were_off = {id(cb): {name: not getattr(cb, name) for name in RUN_FLAGS} for cb in cbs if fitting}
         self.cancel: BaseException | None = None
         self.training = True
         self._is_main = distributed.is_main()  # asked once: outside of a process group it reads the environment

@@ -167,10 +167,10 @@ def taking_part(learn: "Learner") -> list[tuple[str, Callback]]:
 
 
 def _changed_flags(learn: "Learner", cb: Callback) -> dict[str, bool]:
-    """Return the `run` flags of a callback that have changed since the start of the run."""
+    """Return the `run` flags of a callback that have changed since the start of the fit."""
     dispatch = learn._dispatch
-    first = {} if dispatch is None else dispatch.flags.get(id(cb), {})
-    return {name: not value for name, value in first.items() if bool(getattr(cb, name)) is not value}
+    first = {} if dispatch is None else dispatch.were_off.get(id(cb), {})
+    return {name: was_off for name, was_off in first.items() if bool(getattr(cb, name)) is was_off}
 
 
 def state_of(cb: Callback, first: Mapping[str, Any] | None = None) -> State:
