@@ -122,6 +122,14 @@ class SplitBatch(Callback):
     # The number of parts
 
     @property
+    def parts(self) -> int:
+        return self._parts
+
+    @parts.setter
+    def parts(self, parts: int) -> None:  # so it is no argument that must be equal on all ranks when a fit begins
+        self._parts = parts
+
+    @property
     def is_careful(self) -> bool:
         """Tell whether any batch may run out of memory, and not only one that is larger than those before."""
         return self.learn.training and self._batches < _CAREFUL_STEPS * self.learn.step_batches

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from inspect import signature
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -13,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import IterableDataset
 
 from learnerkit import distributed, optim
+from learnerkit.arguments import check_number
 from learnerkit.callback import Callback, Dispatch, is_ours, running
 from learnerkit.data.batches import loader_len, on_host
 from learnerkit.data.order import generators_of, put_states, states_at_start, states_of
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from learnerkit.learner import Learner
     from learnerkit.parallel.sharded import Shards
 
+_DEVICES = {"device_ids", "output_device"}
 OWN_DEVICE = "each process takes the device of its local rank by itself, so leave the device out"
 
 
@@ -128,13 +131,12 @@ class DistributedCallback(Callback):
             raise ValueError(f"got uneven={uneven!r}; it takes 'stop' or 'join'")
         if comm_hook not in (None, *COMM_HOOKS):
             raise ValueError(f"got comm_hook={comm_hook!r}; it takes None, {', '.join(map(repr, COMM_HOOKS))}")
-        if self.timeout <= 0:
-            raise ValueError(f"got timeout={timeout}; it is a number of seconds greater than 0")
-        allowed = set(signature(DistributedDataParallel).parameters) - {"module", "device_ids", "output_device"}
+        check_number("timeout", self.timeout, lambda seconds: 0 < seconds < inf, "a number of seconds greater than 0")
+        allowed = set(signature(DistributedDataParallel).parameters) - {"module", *_DEVICES}
         for name in ddp_kwargs:
             if name not in allowed:
                 known = [*allowed, *signature(DistributedCallback).parameters]
-                near = f": {OWN_DEVICE}" if name == "cuda_id" else did_you_mean(name, known)
+                near = f": {OWN_DEVICE}" if name in {"cuda_id", *_DEVICES} else did_you_mean(name, known)
                 raise TypeError(f"got the argument {name!r}, which neither DistributedCallback nor DDP takes{near}")
         # DDP holds only the parameters, so these two of its options decide whether this package sends the buffers.
         sends = [ddp_kwargs.pop(name, None) for name in ("broadcast_buffers", "forward_sync_buffers")]

@@ -114,6 +114,22 @@ def test_a_larger_batch_late_in_an_epoch_is_cut_on_its_rank_and_all_agree_in_the
         assert len({*distributed.all_gather(split.split_batch.parts)}) == 1
 
 
+def test_after_a_rank_alone_has_cut_a_batch_late_in_a_fit_another_fit_begins():
+    class Late(Limit):
+        def _check(self, module, rows):
+            if split.epoch == 1 and split.iter == 5:
+                super()._check(module, rows)
+
+    split = fitted(cbs=[SplitBatch()])
+    Late(3 if RANK == 1 else 1000).put_on(split.model)
+    with split.no_logging(), split.no_bar(), split.distrib_ctx(split_batches=True):
+        split.fit(2)
+        has_cut = split.split_batch.parts > 1
+        assert distributed.all_gather(has_cut) == [rank == 1 for rank in range(distributed.world_size())]
+        split.fit(1)
+    assert len({*distributed.all_gather(split.split_batch.parts)}) == 1
+
+
 class Penalty(Callback):
     """Adds something to the loss that depends on the predictions."""
 

@@ -38,6 +38,8 @@ def test_nproc_in_a_script_names_the_launcher():
 def test_a_device_is_left_to_the_processes():
     with pytest.raises(TypeError, match="got the argument 'cuda_id'.*each process takes the device of its local rank"):
         make_learner().distrib_ctx(cuda_id=0)
+    with pytest.raises(TypeError, match="got the argument 'device_ids'.*so leave the device out"):
+        make_learner().distrib_ctx(device_ids=[0])
     with pytest.raises(TypeError, match="got the argument 'cuda_id'.*so leave the device out"):
         make_learner().to_distributed(cuda_id=0)
     with pytest.raises(ValueError, match="got nproc=0.*If a device was meant: each process takes the device"):
@@ -69,3 +71,9 @@ def test_a_learner_is_distributed_once():
     with pytest.raises(ValueError, match="two DistributedCallbacks"):
         learn.to_distributed().fit(1)
     learn.detach_distributed().to_distributed().fit(1)
+
+
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), "30", True])
+def test_a_timeout_that_is_no_positive_number_of_seconds_is_refused(timeout):
+    with pytest.raises(ValueError, match=f"got timeout={timeout!r}; it is a number of seconds greater than 0"):
+        make_learner().distrib_ctx(timeout=timeout)
