@@ -3,6 +3,7 @@
 A job is a mapping from names of OPTIONS to one of their values; about half of its values are the first, the plain one.
 """
 
+import csv
 import random
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -28,7 +29,9 @@ from learnerkit import (
     CancelEpochException,
     CancelStepException,
     CancelTrainException,
+    CarriedState,
     CheckpointCallback,
+    CSVLogger,
     DataLoaders,
     EarlyStoppingCallback,
     GradientAccumulation,
@@ -36,6 +39,7 @@ from learnerkit import (
     GradientNoiseScale,
     Learner,
     MixUp,
+    ParamScheduler,
     Recorder,
     ReduceLROnPlateau,
     SaveModelCallback,
@@ -49,6 +53,8 @@ from learnerkit import (
     rmse,
     set_seed,
 )
+from learnerkit.callbacks.schedule import SchedCos
+from learnerkit.parallel import DriftCheck
 
 CLASSES = 3
 CONSTANT = ("fit", "steps", "frozen", "torch's schedule", "lr_find")
@@ -63,8 +69,12 @@ OPTIONS = {
     "workers": (0, 2),
     "split_batches": (True, False),
     "drop_last": (False, True),
-    "loss": ("classes", "weighted classes", "ignored", "smoothed", "numbers", "sum", "sample weights", "the model's"),
-    "norm": (False, True),
+    "loss": (
+        "classes", "weighted classes", "ignored", "smoothed", "numbers", "sum", "sample weights", "the model's",
+        "several", "trained", "reads the inputs",
+    ),
+    "carried": (False, True),
+    "norm": (False, True, "batch"),
     "tied": (False, True),
     "frozen": (False, True),
     "unused": (False, True),
@@ -83,8 +93,10 @@ OPTIONS = {
     "mix": (None, "mixup", "noise"),
     "train_metrics": (False, True),
     "inside": (None, "after_epoch", "after_step", "before_batch"),
+    "own": (False, True),
+    "schedule": (False, True),
     "backward": ("the library's", "its own"),
-    "watch": (None, "noise", "monitor", "recompute"),
+    "watch": (None, "noise", "monitor", "recompute", "drift"),
     "after": (None, "validate", "predictions", "saved", "other data", "other batches", "thawed", "reset"),
     "context": ("of all fits", "of each"),
     "fits": (1, 2, 3),
@@ -119,6 +131,7 @@ def draw(seed, ranks=(1,), shard=False):
     job["seed"] = seed
     if len(ranks) > 1:
         leave("dropout", "mix")  # each rank draws by itself
+        job["norm"] = bool(job["norm"])  # a rank has statistics of its own part
     if len(ranks) > 2:
         leave("split_batches")  # the batches of a rank would change their size
     if shard:
@@ -129,10 +142,10 @@ def draw(seed, ranks=(1,), shard=False):
     if job["after"] == "other batches" and job["samples"] < 2 * job["batch"]:
         leave("drop_last")
     if job["data"] == "stream":
-        leave("split_batches", "workers", "order", "drop_last")
+        leave("split_batches", "workers", "order", "drop_last", "schedule")
     if job["order"] == "weighted":
         leave("after")  # its sampler is for this data
-    if job["loss"] == "the model's":
+    if job["loss"] in ("the model's", "several"):
         job["data"] = "mappings"
     elif job["data"] == "mappings" and job["loss"] == "sample weights":
         leave("data")
@@ -154,6 +167,24 @@ def draw(seed, ranks=(1,), shard=False):
             job[name] = job[name] if job[name] not in ("steps", "lr_find") else "fit"
     if job["cancel"] in ("train", "epoch"):
         leave("validate")
+    if job["loss"] == "several":
+        leave("accumulate", "parts", "penalty", "mix", "backward", "inside")
+        job["after"] = None if job["after"] == "predictions" else job["after"]
+        job["watch"] = None if job["watch"] == "noise" else job["watch"]
+    if job["loss"] in ("trained", "reads the inputs"):
+        leave("mix", "parts", "backward")
+    if job["loss"] == "trained" and job["groups"] == "two optimizers":
+        leave("groups")
+    if job["carried"]:
+        leave("split_batches", "parts", "mix")
+        job["watch"] = None if job["watch"] == "noise" else job["watch"]
+        job["data"] = "rows" if job["data"] == "stream" else job["data"]
+        job["valid"] = 2 * job["batch"] if job["valid"] else 0
+        if job["after"] == "other batches":
+            leave("after")
+    if job["carried"] or job["norm"] == "batch":
+        job["drop_last"] = True  # batches of other sizes, or of one sample, are refused
+        job["data"] = "rows" if job["data"] == "stream" else job["data"]
     if not job["valid"]:
         leave("tracker", "validate", "inside")
         job["after"] = None if job["after"] in ("validate", "predictions") else job["after"]
@@ -233,24 +264,50 @@ class Net(nn.Module):
     def __init__(self, job):
         super().__init__()
         self.a = nn.Linear(5, 8)
-        self.norm = nn.LayerNorm(8) if job["norm"] else nn.Identity()
+        self.norm = {False: nn.Identity, True: nn.LayerNorm, "batch": nn.BatchNorm1d}[job["norm"]](
+            *[8] * bool(job["norm"])
+        )
         self.b = nn.Linear(8, 8)
         self.drop = nn.Dropout(job["dropout"])
         self.c = nn.Linear(8, CLASSES)
         self.unused = nn.Linear(2, 2) if job["unused"] else None
         self.b.requires_grad_(not job["frozen"])
-        self.tied, self.own_loss = job["tied"], job["loss"] == "the model's"
+        self.tied, self.loss = job["tied"], job["loss"]
         self.double()
 
-    def forward(self, x, labels=None):
+    def forward(self, x, *carried, labels=None, state=None):
         h = torch.tanh(self.b(F.gelu(self.norm(self.a(x)))))
-        h = self.c(self.drop(torch.tanh(self.b(h)) if self.tied else h))
-        return {"loss": F.cross_entropy(h, labels), "logits": h} if self.own_loss else h
+        state = carried[0] if carried else state
+        h = h if state is None else h + 0.5 * state
+        out = self.c(self.drop(torch.tanh(self.b(h)) if self.tied else h))
+        if labels is not None and self.loss == "the model's":
+            out = {"loss": F.cross_entropy(out, labels), "logits": out}
+        elif labels is not None:
+            high = labels > 0
+            each = F.cross_entropy(out, labels, reduction="none")
+            out = {"all": each.mean(), "high": (each[high] ** 2).sum() / high.sum().clamp(min=1), "n": high.sum()}
+        return out if state is None else (out, h)
 
 
 def by_sample(pred, y, weights):
     """A mean by the weights of the samples."""
     return ((pred - y).pow(2).mean(1) * weights).sum() / weights.sum()
+
+
+class Trained(nn.Module):
+    """A loss with a temperature that is trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.log_t = nn.Parameter(torch.zeros(CLASSES, dtype=torch.float64))
+
+    def forward(self, pred, y):
+        return F.cross_entropy(pred * self.log_t.exp(), y)
+
+
+def with_inputs(pred, y, *, x, learn):
+    """A loss that compares the predictions with the inputs, too, more in later epochs."""
+    return F.cross_entropy(pred, y) + 0.1 * (learn.epoch + 1) * F.mse_loss(pred, x[:, :CLASSES])
 
 
 def make_loss(job):
@@ -264,6 +321,9 @@ def make_loss(job):
         "sum": (nn.MSELoss(reduction="sum"), "sum"),
         "sample weights": (by_sample, lambda y, weights: weights.sum()),
         "the model's": (None, None),
+        "several": (None, {"all": "samples", "high": "n"}),
+        "trained": (Trained(), None),
+        "reads the inputs": (with_inputs, "samples"),
     }[job["loss"]]
 
 
@@ -310,7 +370,31 @@ def evaluate(cb):
         cb.learn.log_metric("inside", float(cb.learn.get_preds()[0].abs().mean()))
 
 
-WATCHES = {None: None, "noise": GradientNoiseScale, "monitor": ScalingMonitor, "recompute": ActivationCheckpointing}
+class Hidden(CarriedState):
+    """A hidden layer that the next batch begins with."""
+
+    def start(self, n):
+        return torch.zeros(n, 8, dtype=torch.float64)
+
+
+class Anneals(Callback):
+    """Divides the gradient by a number that grows with the batches, which is kept in plain attributes."""
+
+    def __init__(self):
+        self.steps, self.past = 0, []
+
+    def before_step(self):
+        self.steps += 1
+        self.past.append(self.steps)
+        for p in self.model.parameters():
+            if p.grad is not None:
+                p.grad /= 1 + 0.01 * sum(self.past[-3:])
+
+
+WATCHES = {
+    None: None, "noise": GradientNoiseScale, "monitor": ScalingMonitor, "recompute": ActivationCheckpointing,
+    "drift": partial(DriftCheck, every=2),
+}  # fmt: skip
 
 
 def make_callbacks(job, folder):
@@ -326,12 +410,16 @@ def make_callbacks(job, folder):
         job["mix"] == "mixup" and MixUp(),
         job["mix"] == "noise" and BatchTransform(lambda x: x + 0.1 * torch.randn_like(x)),
         job["train_metrics"] and Recorder(train_metrics=True),
-        WATCHES[job["watch"]],
+        WATCHES[job["watch"]] and WATCHES[job["watch"]](),
+        job["carried"] and Hidden(),
+        job["own"] and Anneals(),
+        job["schedule"] and ParamScheduler({"weight_decay": SchedCos(0.1, 0.0)}),
+        CSVLogger(Path(folder, "log.csv")),
         job["inside"] and Callback(**{job["inside"]: evaluate}),
         job["tracker"] == "save" and SaveModelCallback(fname=Path(folder, "best")),
         job["tracker"] == "early stop" and EarlyStoppingCallback(patience=1),
         job["tracker"] == "plateau" and ReduceLROnPlateau(patience=1, factor=2.0),
-        job["loss"] != "sum" and Callback(after_batch=log_loss),
+        job["loss"] not in ("sum", "several") and Callback(after_batch=log_loss),
     ]
     return [cb() if isinstance(cb, type) else cb for cb in found if cb]
 
@@ -368,6 +456,12 @@ class TwoKinds(Learner):
 def halves(model):
     """Split the parameters in two groups."""
     return [[*model.a.parameters()], [p for name, p in model.named_parameters() if not name.startswith("a.")]]
+
+
+def with_loss(splitter, loss, model):
+    """Add the parameters of a loss to the last group."""
+    *others, last = splitter(model)
+    return [*others, [*last, *loss.parameters()]]
 
 
 def fit(learn, job, how):
@@ -422,16 +516,19 @@ def do_after(learn, job, batch, folder):
 
 def make(job, folder, cbs, batch):
     """The learner of a job."""
-    classes = job["loss"] in ("classes", "weighted classes", "smoothed", "the model's")
+    classes = job["loss"] in ("classes", "weighted classes", "smoothed", "the model's", "trained", "reads the inputs")
     metrics = [AccumMetric(right, name="right")] if classes or job["loss"] == "ignored" else []
     metrics += [accuracy] if classes else [mse, rmse] if job["loss"] in ("numbers", "sum") else []
     loss, weight = make_loss(job)
     cls = TwoBackwards if job["backward"] == "its own" else TwoKinds if job["groups"] == "two optimizers" else Learner
     dls = make_loaders(job, batch)
     torch.default_generator.manual_seed(job["seed"])  # the weights are those of one process
+    splitter = halves if job["groups"] == "two" else None
+    if job["loss"] == "trained":
+        splitter = partial(with_loss, splitter or (lambda model: [[*model.parameters()]]), loss)
     return cls(
         dls, Net(job), loss, loss_weight=weight, metrics=metrics, opt_func=OPTS[job["opt"]], lr=1e-2, wd=job["wd"],
-        splitter=halves if job["groups"] == "two" else None, cbs=[*make_callbacks(job, folder), *cbs],
+        splitter=splitter, cbs=[*make_callbacks(job, folder), *cbs],
     )  # fmt: skip
 
 
@@ -440,14 +537,25 @@ def right(pred, y):
     return (pred.argmax(1) == y).double().mean()
 
 
-COLUMNS = {"loss", "right", "accuracy", "mse", "rmse", "logged", "inside"}
+COLUMNS = {"loss", "right", "accuracy", "mse", "rmse", "logged", "inside", "all", "high"}
+
+
+def is_compared(name):
+    """Tell whether a column is neither a time nor measured."""
+    return name.removeprefix("train_").removeprefix("valid_") in COLUMNS
 
 
 def rows_of(recorder):
     """The columns of a fit, without times and what else is measured."""
     frame = recorder.to_frame()
-    names = [name for name in frame if name.removeprefix("train_").removeprefix("valid_") in COLUMNS]
+    names = [name for name in frame if is_compared(name)]
     return {name: frame[name].tolist() for name in names}
+
+
+def logged(path):
+    """The rows of a CSV file, without times and what else is measured."""
+    with path.open(newline="") as file:
+        return [[float(v or "nan") for name, v in row.items() if is_compared(name)] for row in csv.DictReader(file)]
 
 
 def run(job, folder, how="whole", shard=False):
@@ -483,5 +591,6 @@ def run(job, folder, how="whole", shard=False):
         "losses": learn.recorder.losses,
         "lrs": learn.recorder.lrs,
         "evaluations": evaluations,
+        "logged": logged(Path(folder, "log.csv")) if distributed.is_main() else [],
         "drawn": torch.rand(2),
     }

@@ -12,6 +12,7 @@ from learnerkit import arguments, distributed, optim
 from learnerkit.callback import Callback, running
 from learnerkit.callbacks.accumulation import GradientAccumulation
 from learnerkit.callbacks.batch_parts import can_be_cut, samples_between
+from learnerkit.callbacks.carried import CarriedState
 from learnerkit.callbacks.precision import MixedPrecision, predictions_in_float32
 from learnerkit.callbacks.splitting import SplitBatch
 from learnerkit.data.batches import in_float32
@@ -138,7 +139,7 @@ class GradientNoiseScale(Callback):
     Raises:
         ValueError: `every` below 1; at the start of a fit, a learner of which it cannot see the gradients of one loss
             (a `_backward` of its own, `wrap=`), or comm_hook='powersgd', after which the step's gradient is not the
-            mean; in its first step, a batch that cannot be cut.
+            mean, or a CarriedState where batches must be cut; in its first step, a batch that cannot be cut.
         RuntimeError: in the first step, a parameter that gets its gradient in several pieces.
     """
 
@@ -170,6 +171,11 @@ class GradientNoiseScale(Callback):
         self._forget()
         accumulates = any(cb.n_batches != 1 for cb in running(learn.cbs, GradientAccumulation))
         self._cuts = not (learn.n_ranks > 1 or accumulates)
+        if self._cuts and (carries := running(learn.cbs, CarriedState)):
+            raise ValueError(
+                f"GradientNoiseScale would run the model on parts of a batch, and {carries[0]!r} carries a state for "
+                f"the rows of the whole batch: leave one of them out, {_OTHERWISE}"
+            )
         self._period = self.every or (200 if self._cuts else 20)
         self._watch = _Watch(self)
         learn.add_cb(self._watch)

@@ -2,6 +2,7 @@
 
 import math
 import random
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from learnerkit import (
     Callback,
     CancelBackwardException,
     CancelBatchException,
+    CarriedState,
     CheckpointCallback,
     DataLoaders,
     GradientAccumulation,
@@ -331,6 +333,25 @@ def test_a_batch_that_cannot_be_cut():
     with pytest.raises(RuntimeError) as error:
         learn.fit(1, cbs=GradientNoiseScale())
     assert any("on 4 of the 16 samples of a batch; instead accumulate" in note for note in error.value.__notes__)
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_a_state_that_is_carried_needs_whole_batches(accumulates):
+    class Hidden(CarriedState):
+        def start(self, n):
+            return torch.zeros(n, 1).double()
+
+    class Carries(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = make_model()
+
+        def forward(self, x, state):
+            return self.body(x + state), state + 1
+
+    learn = make_learner([Hidden(), *accumulated() * accumulates], model=Carries(), batch_size=16)
+    with nullcontext() if accumulates else pytest.raises(ValueError, match="would run the model on parts of a batch"):
+        learn.fit(1, cbs=GradientNoiseScale(every=1))
 
 
 def test_a_gradient_in_pieces_is_an_error():
