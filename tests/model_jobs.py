@@ -135,6 +135,16 @@ def _():
     return learner(loss=loss, splitter=lambda m: [list(m.parameters()), list(loss.parameters())], cbs=cbs)
 
 
+@job("loss with parameters, and a first batch that is cancelled")
+def _():
+    def leave(cb):
+        if cb.training and cb.train_iter == 0:
+            raise CancelBatchException
+
+    loss, cbs = CentreLoss(), Callback(before_batch=leave)
+    return learner(loss=loss, splitter=lambda m: [list(m.parameters()), list(loss.parameters())], cbs=cbs)
+
+
 @job("loss function with a parameter")
 def _():
     scale = nn.Parameter(torch.ones((), dtype=torch.float64))

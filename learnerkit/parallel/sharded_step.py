@@ -215,6 +215,7 @@ class Sharded:
         loss = learn.loss_grad
         if self.sync or not self.mean.begun:
             self._used.clear()
+            self._left_out.clear()
             self._before = {name for name, p in step.params.items() if p.grad is not None} if self._looks else set()
         if not self.sync:
             if not self.mean.begun:
