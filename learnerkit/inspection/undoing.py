@@ -134,9 +134,9 @@ def trial(learn: "Learner", model: nn.Module) -> Iterator[None]:
 
 
 def _run_kept(learn: "Learner") -> ExitStack:
-    """Return a context that restores the learner's model, its batch and all else of its run."""
+    """Return a context that restores the learner's attributes: model, batch, and what a subclass notes of a step."""
     stack = ExitStack()
-    stack.callback(vars(learn).update, {name: getattr(learn, name) for name in ("model", *TRANSIENT)})
+    stack.callback(vars(learn).update, vars(learn) | {name: getattr(learn, name) for name in TRANSIENT})
     return stack
 
 

@@ -349,6 +349,22 @@ def tokens(n=6, padding=0, **kwargs):
 
 
 @pytest.mark.usefixtures("without_memory")
+class KeepsLoss(Learner):
+    """Differentiates what its `_loss` has kept, as a GAN with two losses does."""
+
+    def _loss(self):
+        super()._loss()
+        self.kept = self.loss_grad
+
+    def _backward(self):
+        self.kept.backward()
+
+
+def test_what_a_subclass_keeps_of_its_loss_is_still_there_for_the_backward_pass(capsys):
+    learn = KeepsLoss(make_dls(8, 4, 4), OwnLoss())
+    assert checked(capsys, learn, True)[0]["gradients"][0] == "ok"
+
+
 def test_the_count_of_a_models_own_loss_is_compared_on_two_parts_of_the_batch(capsys):
     assert checked(capsys, tokens(padding=-100), True)[0]["loss"][0] == "ok"
     assert checked(capsys, tokens(loss_weight=lambda y: (y != 0).sum()), True)[0]["loss"][0] == "ok"
