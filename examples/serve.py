@@ -16,6 +16,7 @@ import io
 import os
 from contextlib import asynccontextmanager, suppress
 
+import torch
 from fastapi import FastAPI, HTTPException, Request
 
 import learnerkit
@@ -83,16 +84,24 @@ def example(data):
     return {column.name: None for column in (*data.cats, *data.conts, *data.dates)}
 
 
-async def read(request):
-    """The input that a request has: a picture, or the "input" of JSON."""
-    if request.headers.get("content-type", "").startswith("image/"):
-        from PIL import Image
+async def read(request, data):
+    """The input that a request has: a picture, or the "input" of JSON, which must not name a file of this machine."""
+    if isinstance(data, learnerkit.ImageData):
+        from PIL import Image, UnidentifiedImageError
 
-        return Image.open(io.BytesIO(await request.body()))
+        try:
+            return Image.open(io.BytesIO(await request.body()))
+        except UnidentifiedImageError:
+            raise ValueError("the body has to be a picture: the content of an image file") from None
     body = await request.json()
     if not isinstance(body, dict) or "input" not in body:
-        raise ValueError('the body is a picture, or JSON: {"input": ...}')
+        raise ValueError('the body has to be JSON: {"input": ...}')
     return body["input"]
+
+
+def as_json(value):
+    """The value, or the nested list of a tensor, such as points, a mask and several numbers."""
+    return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
 @asynccontextmanager
@@ -116,13 +125,14 @@ async def health():
 
 @app.post("/predict")
 async def predict(request: Request):
+    data = app.state.batches.learn.dls.data
     try:
-        found = await app.state.batches.predict(await read(request))
+        found = await app.state.batches.predict(await read(request, data))
     except BAD_INPUT as error:
         raise HTTPException(422, str(error)) from error
     except asyncio.QueueFull:
         raise HTTPException(503, "too many requests are waiting; ask again later") from None
     classes = app.state.batches.learn.dls.classes
     if classes is None:
-        return {"value": found.label}
-    return {"label": found.label, "probs": dict(zip(classes, found.pred.tolist(), strict=True))}
+        return {"value": as_json(found.label)}
+    return {"label": as_json(found.label), "probs": dict(zip(classes, found.pred.tolist(), strict=True))}

@@ -15,6 +15,7 @@ import httpx
 import numpy as np
 import psutil
 import pytest
+from fastapi.testclient import TestClient
 from helpers import ROOT
 from launching import environment
 from pages import NBS, fences
@@ -31,6 +32,7 @@ from learnerkit import (
     load_learner,
     set_seed,
     tabular_learner,
+    vision_learner,
 )
 
 
@@ -97,7 +99,7 @@ def test_twenty_clients_get_the_predictions_for_their_own_inputs(model):
             assert answer.json()["label"] == expected[i].label
             assert list(answer.json()["probs"].values()) == pytest.approx(expected[i].probs.tolist(), abs=1e-6)
         bad = {'{"input": {"island": "Dream"}}': "there is no column", '{"input": 3}': "a row is a mapping by column",
-               "{": "Expecting property name", "[]": "the body is a picture, or JSON"}  # fmt: skip
+               "{": "Expecting property name", "[]": "the body has to be JSON"}  # fmt: skip
         for body, words in bad.items():
             answer = httpx.post(f"{service.address}/predict", content=body, timeout=120)
             assert (answer.status_code, words in answer.json()["detail"]) == (422, True), answer.text
@@ -124,6 +126,22 @@ def test_a_service_without_its_model_does_not_start():
     service = Service(MODEL="none.pt2", DATA="TabularData")
     assert service.end(signal_first=False) == 3
     assert "there is no file models/none.pt2" in "".join(service.printed)
+
+
+@pytest.mark.slow
+def test_pictures_are_read_from_the_body_alone_and_points_are_answered_as_lists(monkeypatch):
+    path = datasets.drawn_shapes("shapes", 10) / "images" / "0000.png"
+    data = ImageData.from_items([path] * 8, [[[3.0, 4.0]]] * 8, None, targets="points", size=32)
+    network = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2))
+    dls = data.dataloaders(4, num_workers=0, device="cpu")
+    learn = vision_learner(dls, network, hidden=(), pretrained=False)
+    monkeypatch.setenv("MODEL", str(learn.export("points.pt2")))
+    monkeypatch.setenv("DATA", "ImageData")
+    with TestClient(runpy.run_path(str(ROOT / "examples" / "serve.py"))["app"]) as client:
+        answer = client.post("/predict", content=path.read_bytes())
+        assert answer.json()["value"] == learn.predict(path).label.tolist()
+        answer = client.post("/predict", json={"input": str(path)})
+        assert (answer.status_code, "has to be a picture" in answer.json()["detail"]) == (422, True)
 
 
 def table_from_onnx(predict):
