@@ -9,9 +9,10 @@ from inspect import signature
 from math import inf
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, Subset, TensorDataset
 
 from learnerkit import distributed, optim
 from learnerkit.arguments import check_number
@@ -203,7 +204,8 @@ class DistributedCallback(Callback):
             **_settings(learn.cbs),
         }
         place = socket.gethostname(), list(map(str, spanned_devices(learn.model)))
-        places, everyone = zip(*distributed.all_gather((place, facts)), strict=True)
+        held = [list(_held(getattr(dl, "dataset", dl))) for dl in learn.dls.loaders[:2] if not self.dataset_is_sharded]
+        places, everyone, data = zip(*distributed.all_gather((place, facts, held)), strict=True)
         check_devices(places)
         for name in dict.fromkeys(name for other in everyone for name in other):
             # Some ranks may lack a callback.
@@ -213,6 +215,12 @@ class DistributedCallback(Callback):
                 raise ValueError(
                     f"fit differs between ranks in its {name} ({by_rank}); every rank must make the same call"
                 )
+        if any(other != held for other in data):
+            self.tell_once(
+                "the datasets are not the same on all ranks, so samples are read twice or never, and validation may "
+                "have samples that others train on: call set_seed before data are drawn or split at random, on every "
+                "rank alike (errors.html#rank-loader)"
+            )
         # Each rank has its own state of shards.
         states = [opt.state_dict() for opt in learn.opts if learn.shards is None]
         if not distributed.same_everywhere((map_batch(describe, states), digests(tensors_in(states)))):
@@ -424,6 +432,23 @@ def dispatch(learn: "Learner", fitting: bool) -> Dispatch:
     if learn._agreement is None:
         return Dispatch(learn.cbs, fitting)
     return RankDispatch(learn.cbs, fitting, learn._agreement)
+
+
+def _held(data: Any) -> Iterator[list]:
+    """Yield what tells apart data in memory: of subsets indices, of a `TensorDataset` or a list the tensors.
+
+    Of many it takes some at equal distances, so that large data cost little.
+    """
+    if isinstance(data, Subset):
+        yield list(map(str, _some(data.indices)))
+        yield from _held(data.dataset)
+    elif isinstance(data, TensorDataset | list):
+        tensors = data.tensors if isinstance(data, TensorDataset) else tensors_in(_some(data))
+        yield digests(_some(t) for t in tensors if t.ndim and t.layout is torch.strided and not t.is_nested)
+
+
+def _some(x: Any, most: int = 20) -> Any:
+    return x[:: len(x) // most + 1]
 
 
 def _settings(cbs: Iterable[Callback]) -> dict[str, str]:

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import raises, step_gradient
+from helpers import make_data, raises, step_gradient
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.optim import SGD, AdamW
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from learnerkit import (
     EMA,
@@ -201,6 +201,24 @@ def test_what_differs_between_ranks_is_rank_0s_after_the_start_of_a_fit():
         learn.fit(1, 0.1 + distributed.rank())
     with learn.distrib_ctx(), learn.no_logging():
         learn.fit(1)
+
+
+@pytest.mark.parametrize("kind", ["subsets", "tensors", "lists"])
+def test_data_that_are_not_the_same_on_all_ranks_are_told_once(kind):
+    """Data that were drawn or split at random without a seed are told; equal data are not."""
+    warned = []
+    for rank in (0, distributed.rank()):
+        data = make_data(24, seed=rank)
+        order = torch.randperm(24, generator=torch.Generator().manual_seed(rank)).tolist()
+        sets = {"tensors": data, "subsets": Subset(make_data(24), order), "lists": list(data)}
+        dls = DataLoaders.from_datasets(make_data(24), sets[kind], bs=6, device="cpu")
+        learn = Learner(dls, nn.Linear(4, 1), nn.MSELoss())
+        with warnings.catch_warnings(record=True) as caught, learn.no_logging(), learn.distrib_ctx():
+            warnings.simplefilter("always")
+            learn.fit(1)
+            learn.fit(1)
+        warned.append(sum("not the same on all ranks" in str(w.message) for w in caught))
+    assert warned == [0, distributed.is_main()]
 
 
 def test_a_callback_that_was_made_otherwise_on_another_rank_is_named_at_once():
