@@ -1,6 +1,6 @@
 """Serve the predictions of an exported learner over HTTP: requests that come together are predicted in one batch.
 
-    pip install 'learnerkit[serve]'
+    pip install 'learnerkit[serve,tabular]'     # with TextData [serve,text], with ImageData [serve]
     MODEL=models/penguins.pt2 DATA=TabularData uvicorn --app-dir examples serve:app --port 8000
 
     curl localhost:8000/predict --json '{"input": {"island": "Dream", "sex": "male", ...}}'      # with TextData a text
