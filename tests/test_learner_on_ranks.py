@@ -1,7 +1,9 @@
 """The verbs of a learner on two ranks: schedules, rate finder, freezing, steps and predictions of one process."""
 
 import copy
+import math
 import signal
+import warnings
 
 import pytest
 import torch
@@ -123,6 +125,21 @@ def test_torch_schedulers_by_the_batch_equal_those_on_one_process():
     make = TorchScheduler(lambda opt: OneCycleLR(opt, 0.03, total_steps=16))
     _, learn = equal_to_one_process(lambda learn: learn.fit(2, cbs=make))
     assert len(set(learn.recorder.lrs)) > 10
+
+
+@pytest.mark.parametrize("split", [True, False])
+@pytest.mark.parametrize("n_batches", [1, 3])
+def test_the_steps_that_the_warning_tells_bring_a_torch_scheduler_to_its_end(split, n_batches):
+    def make(opt):
+        return OneCycleLR(opt, 0.03, 2 * math.ceil(len(learn.dls.train_ds) / learn.effective_batch_size))
+
+    learn = make_learner()
+    with warnings.catch_warnings(record=True) as caught, learn.no_logging(), learn.distrib_ctx(split_batches=split):
+        warnings.simplefilter("always")
+        learn.fit(2, cbs=[TorchScheduler(make), GradientAccumulation(n_batches=n_batches)])
+        assert learn.recorder.lrs[-1] < 1e-5
+        learn.fit(4, cbs=TorchScheduler(lambda opt: OneCycleLR(opt, 0.03, 1000)))
+    assert ["/ learn.effective_batch_size" in str(w.message) for w in caught] == [True]
 
 
 @pytest.mark.slow

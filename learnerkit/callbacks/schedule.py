@@ -379,8 +379,8 @@ class TorchScheduler(Callback):
             if planned and (taken := scheduler.last_epoch) < _LEAST_OF_PLAN * planned:
                 warn(
                     f"the {type(scheduler).__name__} was made for {planned} steps and this fit has taken {taken}, so "
-                    "the rate has not come to its end; count the steps in the function of TorchScheduler, where "
-                    "len(learn.dls.train) is the number of batches that this process has in an epoch"
+                    "the rate has not come to its end; count the steps in the function of TorchScheduler: an epoch has "
+                    "math.ceil(len(learn.dls.train_ds) / learn.effective_batch_size) of them"
                 )
 
     def _advance(self) -> None:
