@@ -1273,7 +1273,7 @@ class Learner(RunState):
 
     def freeze(self) -> None:
         """Train only the last of the splitter's groups. If there is a single group, warn that nothing is frozen."""
-        if len(optim.split(unwrap(self.model), self.splitter)) == 1:
+        if len(optim.split(unwrap(self.model), self.splitter)) == 1 and distributed.is_main():
             warn(
                 "there is a single group of parameters, so freezing leaves all of them to be trained; give the Learner "
                 "splitter=, a function of the model that returns lists of parameters (errors.html#parameter-groups)"

@@ -685,7 +685,8 @@ def fire_after_loss(learn: "Learner") -> None:
     if learn.iter or not learn.training or learn.task != "fit" or learn.epoch != learn.start_epoch:
         return
     is_changed = learn.loss is not loss and getattr(learn.loss, "requires_grad", False)
-    if is_changed and graph is not None and getattr(learn.loss_grad, "grad_fn", None) is graph:
+    is_same = graph is not None and getattr(learn.loss_grad, "grad_fn", None) is graph
+    if is_changed and is_same and distributed.is_main():
         warn(
             "a callback has changed learn.loss, which is recorded, and not learn.loss_grad, which is differentiated, "
             "so training does not see the change; write self.learn.loss_grad = self.loss_grad + ..."

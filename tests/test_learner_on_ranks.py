@@ -139,7 +139,22 @@ def test_the_steps_that_the_warning_tells_bring_a_torch_scheduler_to_its_end(spl
         learn.fit(2, cbs=[TorchScheduler(make), GradientAccumulation(n_batches=n_batches)])
         assert learn.recorder.lrs[-1] < 1e-5
         learn.fit(4, cbs=TorchScheduler(lambda opt: OneCycleLR(opt, 0.03, 1000)))
-    assert ["/ learn.effective_batch_size" in str(w.message) for w in caught] == [True]
+    assert ["/ learn.effective_batch_size" in str(w.message) for w in caught] == [True] * distributed.is_main()
+
+
+def test_what_is_the_same_on_all_ranks_is_warned_of_on_one():
+    class Penalty(Callback):
+        def after_loss(self):
+            self.learn.loss = self.loss_grad + 1
+
+    learn = make_learner(splitter=None, cbs=Penalty)
+    with warnings.catch_warnings(record=True) as caught, learn.no_logging(), learn.distrib_ctx():
+        warnings.simplefilter("always")
+        learn.fine_tune(1)
+    told = [str(w.message) for w in caught]
+    assert [any(words in text for text in told) for words in ("single group", "learn.loss_grad")] == [
+        distributed.is_main()
+    ] * 2
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau as TorchPlateau
 
-from learnerkit import arguments, optim
+from learnerkit import arguments, distributed, optim
 from learnerkit.callback import Callback, running
 from learnerkit.callbacks.recorder import check_monitor, monitored
 from learnerkit.state import State
@@ -374,7 +374,7 @@ class TorchScheduler(Callback):
             self._advance()
 
     def after_fit(self) -> None:
-        for scheduler in self._schedulers if self.learn.pct_train >= 1 else ():
+        for scheduler in self._schedulers if self.learn.pct_train >= 1 and distributed.is_main() else ():
             planned = getattr(scheduler, "total_steps", None)
             if planned and (taken := scheduler.last_epoch) < _LEAST_OF_PLAN * planned:
                 warn(
