@@ -125,13 +125,15 @@ def test_trackers_have_fastais_names_defaults_and_orders():
 @pytest.mark.parametrize(
     "name",
     ["train_loss", "valid_loss", "Loss", "error_rate", "MeanSquaredError", "mse", "rmse", "mae", "perplexity"]
-    + ["valid_rmse", "train_mae", "MSE", "val-mse", "nll", "WER"],
+    + ["valid_rmse", "train_mae", "MSE", "val-mse", "nll", "WER", "ce", "valid_bce", "cross_entropy"],
 )
 def test_less_is_better_for_losses_and_errors(name):
     assert TrackerCallback(name).best == inf
 
 
-@pytest.mark.parametrize("name", ["accuracy", "valid_accuracy", "f1", "maestro", "tmae2", "answer", "top_5_accuracy"])
+@pytest.mark.parametrize(
+    "name", ["accuracy", "valid_accuracy", "f1", "maestro", "tmae2", "answer", "top_5_accuracy", "spruce", "precision"]
+)
 def test_more_is_better_for_all_other_columns(name):
     assert TrackerCallback(name).best == -inf
 
