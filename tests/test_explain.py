@@ -305,6 +305,13 @@ def test_predict_says_what_it_takes(item, got):
     )
 
 
+def test_targets_in_test_dl_are_told():
+    learn = Learner(DataLoaders.from_datasets(images(2), bs=4, device="cpu"), nn.Linear(2, 3), nn.CrossEntropyLoss())
+    with pytest.raises(TypeError) as caught:
+        learn.get_preds(dl=learn.dls.test_dl(images(2)))
+    assert "gets 2 of the batch's entries: all, as test_dl and predict take inputs without targets" in str(notes(caught.value))
+
+
 def test_predict_with_such_an_input_says_what_is_wrong_with_the_model():
     (note,) = notes(failed(learner(model=flat(17)), "predict", torch.zeros(1, 4, 4)))
     assert note.startswith("the layer takes 17 features and got 16")
@@ -416,6 +423,7 @@ def test_a_model_without_a_registered_layer_says_so():
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.filterwarnings("ignore:the datasets are not the same on all ranks")
 def test_a_mistake_is_explained_on_the_rank_that_fails():
     labels = torch.arange(16) % 3
     labels[8:] += distributed.rank() * 9  # rank 1 fails alone

@@ -109,10 +109,10 @@ def of_call(learn: "Learner", text: str) -> str:
     parameters = signature(model.forward).parameters
     takes = f"forward takes {first_few(parameters)}"
     if not isinstance(learn.batch, Mapping):
-        return (
-            f"{takes}, and gets {len(learn.xb)} of the batch's entries: all but the last, or as many as "
-            "DataLoaders(n_inp=...) says"
-        )
+        which = "all but the last, or as many as DataLoaders(n_inp=...) says"
+        if getattr(learn.dl, "only_inputs", False):
+            which = "all, as test_dl and predict take inputs without targets; data that have them go into a DataLoader"
+        return f"{takes}, and gets {len(learn.xb)} of the batch's entries: {which}"
     given = learn.xb[0]
     extra = tuple(name for name in given if name not in parameters)
     needed = [name for name, p in parameters.items() if p.default is p.empty and p.kind not in _REST]

@@ -107,6 +107,7 @@ def test_a_metric_that_fails_on_one_rank():
     checked(learn, False, "broken: IndexError", "(rank 1)", "1 problem (errors.html#check-findings)\n")
 
 
+@pytest.mark.filterwarnings("ignore:the datasets are not the same on all ranks")
 def test_inputs_that_are_nan_on_one_rank():
     x = torch.full((40, 4), on_rank_1(1.0, float("nan")))
     learn = learner()
