@@ -309,7 +309,9 @@ def test_targets_in_test_dl_are_told():
     learn = Learner(DataLoaders.from_datasets(images(2), bs=4, device="cpu"), nn.Linear(2, 3), nn.CrossEntropyLoss())
     with pytest.raises(TypeError) as caught:
         learn.get_preds(dl=learn.dls.test_dl(images(2)))
-    assert "gets 2 of the batch's entries: all, as test_dl and predict take inputs without targets" in str(notes(caught.value))
+    assert "gets 2 of the batch's entries: all, as test_dl and predict take inputs without targets" in str(
+        notes(caught.value)
+    )
 
 
 def test_predict_with_such_an_input_says_what_is_wrong_with_the_model():

@@ -444,7 +444,8 @@ def _held(data: Any) -> Iterator[list]:
         yield from _held(data.dataset)
     elif isinstance(data, TensorDataset | list):
         tensors = data.tensors if isinstance(data, TensorDataset) else tensors_in(_some(data))
-        yield digests(_some(t) for t in tensors if t.ndim and t.layout is torch.strided and not t.is_nested)
+        plain = (t for t in tensors if t.ndim and t.layout is torch.strided)
+        yield digests(_some(t) for t in plain if not (t.is_nested or t.is_quantized or t.is_meta))
 
 
 def _some(x: Any, most: int = 20) -> Any:
