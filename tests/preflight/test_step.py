@@ -348,7 +348,6 @@ def tokens(n=6, padding=0, **kwargs):
     return Learner(DataLoaders([{"x": x, "labels": labels}], device="cpu"), OwnTokens(padding), **kwargs)
 
 
-@pytest.mark.usefixtures("without_memory")
 class KeepsLoss(Learner):
     """Differentiates what its `_loss` has kept, as a GAN with two losses does."""
 
@@ -360,11 +359,13 @@ class KeepsLoss(Learner):
         self.kept.backward()
 
 
+@pytest.mark.usefixtures("without_memory")
 def test_what_a_subclass_keeps_of_its_loss_is_still_there_for_the_backward_pass(capsys):
     learn = KeepsLoss(make_dls(8, 4, 4), OwnLoss())
     assert checked(capsys, learn, True)[0]["gradients"][0] == "ok"
 
 
+@pytest.mark.usefixtures("without_memory")
 def test_the_count_of_a_models_own_loss_is_compared_on_two_parts_of_the_batch(capsys):
     assert checked(capsys, tokens(padding=-100), True)[0]["loss"][0] == "ok"
     assert checked(capsys, tokens(loss_weight=lambda y: (y != 0).sum()), True)[0]["loss"][0] == "ok"
