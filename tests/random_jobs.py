@@ -90,6 +90,7 @@ OPTIONS = {
     "validate": (None, 2),
     "penalty": (False, True),
     "cancel": (None, "batch", "backward", "step", "train", "epoch"),
+    "cancel_at": (2, 0, 1),
     "mix": (None, "mixup", "noise"),
     "train_metrics": (False, True),
     "inside": (None, "after_epoch", "after_step", "before_batch"),
@@ -147,7 +148,7 @@ def draw(seed, ranks=(1,), shard=False):
         leave("after")  # its sampler is for this data
     if job["loss"] in ("the model's", "several"):
         job["data"] = "mappings"
-    elif job["data"] == "mappings" and job["loss"] == "sample weights":
+    elif job["data"] == "mappings" and job["loss"] in ("sample weights", "reads the inputs"):
         leave("data")
     if job["loss"] in ("sum", "sample weights"):
         leave("penalty", "mix", "backward")  # a penalty counts beside a mean
@@ -339,12 +340,12 @@ CANCELS = {
 }
 
 
-def raise_at(event, error, at):
-    """A callback that raises an error at the third batch, or at some call of an event."""
+def raise_at(event, error, at=None, batch=None):
+    """A callback that raises an error at a batch of each epoch, or at some call of an event."""
     seen = count(1)
 
     def leave(cb):
-        if cb.training and at is None and cb.iter == 2:
+        if cb.training and cb.iter == batch:
             raise error
         if at is not None and (cb.training or event in ("before_validate", "after_epoch")) and next(seen) == at:
             raise error
@@ -406,7 +407,7 @@ def make_callbacks(job, folder):
         job["parts"] and SplitBatch(parts=job["parts"]),
         job["validate"] and ValidateEvery(n=job["validate"]),
         job["penalty"] and Callback(after_loss=penalise),
-        job["cancel"] and raise_at(*CANCELS[job["cancel"]], at=None),
+        job["cancel"] and raise_at(*CANCELS[job["cancel"]], batch=job["cancel_at"]),
         job["mix"] == "mixup" and MixUp(),
         job["mix"] == "noise" and BatchTransform(lambda x: x + 0.1 * torch.randn_like(x)),
         job["train_metrics"] and Recorder(train_metrics=True),
