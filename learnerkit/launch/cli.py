@@ -87,7 +87,7 @@ def run_attempts(plan: Plan, events: LaunchEvents) -> int:
                 attempt = supervise.wait_interruptibly(begin, events.hearing(signals))
                 attempt.events = events
                 events.started(attempt.topology, job.command)
-                number = attempt.topology.attempt  # another node may be further
+                number, restarts = attempt.topology.attempt, attempt.topology.restarts  # another node may be further
                 if number:
                     say(f"attempt {number + 1} of {restarts + 1}")
                 outcome = supervise.run_attempt(job, attempt, signals)
@@ -95,6 +95,8 @@ def run_attempts(plan: Plan, events: LaunchEvents) -> int:
                 events.outcome(outcome)
                 if outcome.kind == "joined":
                     say(outcome.text)
+                    # For the ranks this is a restart, after which they go on, though no failure counts for it.
+                    number, restarts = number + 1, restarts + 1
                 elif outcome.kind in ("done", "stopped") or number >= restarts:
                     # argparse fails with this code, but so do other programs.
                     if outcome.kind == "failed" and outcome.code == 2 and not plan.told:

@@ -10,11 +10,11 @@ from learnerkit.launch.addresses import NodeError, interface_of
 from learnerkit.launch.environment import Topology
 
 
-def node_info(node: int, address: str, nproc: int, attempt: int, command: list[str]) -> dict[str, Any]:
+def node_info(node: int, address: str, nproc: int, attempt: int, restarts: int, command: list[str]) -> dict[str, Any]:
     """Describe this node: who it is, how many ranks it starts, which versions it has and which script it runs."""
     return {
         "node": node, "host": socket.gethostname(), "address": address, "nproc": nproc, "attempt": attempt,
-        "versions": versions(), "script": fingerprint(command),
+        "restarts": restarts, "versions": versions(), "script": fingerprint(command),
     }  # fmt: skip
 
 
@@ -62,7 +62,7 @@ def check_that_nodes_match(infos: list[dict[str, Any]]) -> None:
             raise NodeError(f"{what}; the scripts must be the same")
 
 
-def topology_of(node: int, infos: list[dict[str, Any]], restarts: int) -> Topology:
+def topology_of(node: int, infos: list[dict[str, Any]]) -> Topology:
     """Return the numbers of one node's ranks, which are counted node by node."""
     machines = [(info["host"], info["address"]) for info in infos]
     distinct = list(dict.fromkeys(machines))
@@ -73,5 +73,5 @@ def topology_of(node: int, infos: list[dict[str, Any]], restarts: int) -> Topolo
         first_rank=sum(ranks[:node]), world_size=sum(ranks),
         first_local_rank=sum(here[:node]), local_world_size=sum(here),
         node=node, nodes=len(infos), machine=distinct.index(machines[node]), machines=len(distinct),
-        attempt=max(info["attempt"] for info in infos), restarts=restarts,
+        attempt=max(info["attempt"] for info in infos), restarts=max(info["restarts"] for info in infos),
     )  # fmt: skip

@@ -145,7 +145,7 @@ def begin_with_others(number: int, nproc: int, restarts: int, rendezvous: Rendez
     try:
         node, nodes, number, store = rendezvous.join(number)
         address = own_address(rendezvous.spec.address, rendezvous.spec.port)
-        info = node_info(node, address, nproc, number, command)
+        info = node_info(node, address, nproc, number, restarts, command)
         if node == 0:
             listener = socket.create_server((address, 0), family=family_of(address))
             info["port"] = listener.getsockname()[1]
@@ -161,5 +161,5 @@ def begin_with_others(number: int, nproc: int, restarts: int, rendezvous: Rendez
     except RuntimeError as error:  # torch's, of a store that has gone
         raise NodeError(f"lost the connection to {rendezvous.endpoint} ({in_one_line(error)})") from error
     check_that_nodes_match(infos)
-    topology = topology_of(node, infos, restarts)
+    topology = topology_of(node, infos)
     return GroupAttempt(topology, listener, list(map(name_of, infos)), store, rendezvous)

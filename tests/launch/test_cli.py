@@ -24,6 +24,7 @@ from learnerkit.launch.cli import Plan, choose_processes, parse
 from learnerkit.launch.environment import Topology, rank_environment
 from learnerkit.launch.gpus import gpu_names, listed_gpus
 from learnerkit.launch.rendezvous import Elastic, Static
+from learnerkit.launch.report import Outcome
 from learnerkit.launch.supervise import CAUSE_SECONDS, KILL_SECONDS, Job
 
 ROOT = Path(__file__).parents[2]
@@ -273,6 +274,19 @@ def test_the_number_of_processes_is_that_of_the_gpus():
 def test_options_say_how_machines_meet(no_gpu, options, nodes, nproc):
     plan = parse([*options, "--nproc", "3", "--max-restarts", "2", __file__])
     assert plan == Plan(Job([__file__], nproc), 2, nodes)
+
+
+def test_ranks_start_again_with_a_node_that_joins_as_after_a_failure_that_does_not_count(monkeypatch):
+    outcomes, found = [Outcome("joined"), Outcome("failed", code=3)], []
+
+    def run_attempt(job, attempt, signals):
+        found.append((attempt.topology.attempt, attempt.topology.restarts))
+        attempt.close_listener()
+        return outcomes.pop(0)
+
+    monkeypatch.setattr(cli.supervise, "run_attempt", run_attempt)
+    assert cli.run(Plan(Job(["train.py"], 1))) == 3
+    assert found == [(0, 0), (1, 1)]
 
 
 def test_slurm_says_how_machines_meet(no_gpu, monkeypatch):

@@ -34,12 +34,12 @@ LIMIT = 100  # seconds for any one step of a test
 
 def info(node, nproc=1, host="a", address="10.0.0.1", **about):
     facts = {"versions": {"Python": "3.11", "torch": "2.15.0"}, "script": "train.py (12ab)", "attempt": 0}
-    return {"node": node, "host": host, "address": address, "nproc": nproc, "port": 7} | facts | about
+    return {"node": node, "host": host, "address": address, "nproc": nproc, "port": 7, "restarts": 1} | facts | about
 
 
 def test_ranks_are_numbered_node_by_node():
-    infos = [info(0, 2), info(1, 1, "b", "10.0.0.2"), info(2, 3), info(3, 1, "b", "10.0.0.2", attempt=2)]
-    found = [topology_of(node, infos, restarts=5) for node in range(4)]
+    infos = [info(0, 2), info(1, 1, "b", "10.0.0.2"), info(2, 3), info(3, 1, "b", "10.0.0.2", attempt=2, restarts=5)]
+    found = [topology_of(node, infos) for node in range(4)]
     assert [p.first_rank for p in found] == [0, 2, 3, 6]
     assert {p.world_size for p in found} == {7}
     assert [(p.first_local_rank, p.local_world_size) for p in found] == [(0, 5), (0, 2), (2, 5), (1, 2)]
@@ -449,5 +449,5 @@ def test_hosts_come_and_go(launcher, hosts, tmp_path):
         assert "another node wants to join: restarting with it" in printed
         assert f"{c[1]}) gives no sign of life" in printed
     found = json.loads((tmp_path / "out.json").read_text())
-    assert (found["world"], found["attempt"]) == (2, 1)
+    assert (found["world"], found["attempt"]) == (2, 2)
     assert third.finish()[0] == -signal.SIGKILL
