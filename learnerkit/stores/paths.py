@@ -241,7 +241,7 @@ def local_folder(path: str | Path) -> Path:
             raise ValueError("it is an object, and no folder")
         if any(name.startswith("/") or ".." in name.split("/") for name in found):
             raise ValueError("the name of an object leads out of the folder")
-        signs = ("size", "ETag", "LastModified", "mtime", "created")
+        signs = ("size", "ETag", "etag", "LastModified", "mtime", "created")  # `etag` is that of Azure
         said = [there.url, sorted((name, *(str(about.get(sign)) for sign in signs)) for name, about in found.items())]
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "learnerkit")
         folder = cache / hashlib.sha256(repr(said).encode()).hexdigest()[:16] / there.name

@@ -102,6 +102,15 @@ def test_a_folder_of_pictures_is_copied_once_and_again_when_it_has_changed(store
     assert len(calls) == 11
 
 
+@pytest.mark.parametrize("sign", ["ETag", "etag"])
+def test_an_object_that_has_changed_and_kept_its_size_is_copied_again(store, tmp_path, monkeypatch, sign):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for content in (b"1", b"2"):
+        store.pipe_file("/texts/a.txt", content)
+        monkeypatch.setattr(type(store), "find", lambda *_, c=content, **__: {"/texts/a.txt": {"size": 1, sign: c}})
+        assert (local_folder("memory://texts") / "a.txt").read_bytes() == content
+
+
 def test_a_folder_of_texts_is_copied(store, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for name in ("bad", "good"):
