@@ -232,18 +232,21 @@ def last_value(lines: Iterable[str], metric: str) -> float | None:
     """
     named = re.compile(rf"(?<![\w./-]){re.escape(metric)}[\"']?(?:\s*+[:=]\s*+|\s++)({NUMBER})(?!\w|[.,/]\d)")
     value = None
-    columns: dict[int, int] = {}  # by how many cells the rows of a table have, which one is the metric's
+    headers: dict[int, list[str]] = {}  # of tables with the metric, by how many cells their rows have
     for line in lines:
         cells = line.split()
         if found := named.findall(line):
             value = _number(found[-1])
         elif metric in cells:
             if not any(re.fullmatch(rf"{NUMBER}[:,.;%]?", cell) for cell in cells):  # such a line is a message
-                columns[len(cells)] = cells.index(metric)
-        elif len(cells) in columns and re.fullmatch(NUMBER, cells[columns[len(cells)]]):
+                headers[len(cells)] = cells
+        elif header := headers.get(len(cells)):
+            cell = cells[header.index(metric)]
             n_numbers = sum(bool(re.match(NUMBER, cell)) for cell in cells)
-            if n_numbers > len(cells) / 2:  # 'saved in 0.5 s' has just one number
-                value = _number(cells[columns[len(cells)]])
+            if cells[0] == header[0] and not n_numbers:  # Another table begins, which does not have the metric.
+                del headers[len(cells)]
+            elif re.fullmatch(NUMBER, cell) and n_numbers > len(cells) / 2:  # 'saved in 0.5 s' has just one number
+                value = _number(cell)
     return value
 
 

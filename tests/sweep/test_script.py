@@ -68,6 +68,8 @@ def test_without_optuna_the_error_says_what_to_install(script_env, tmp_path):
         ("phase  loss  accuracy\nvalid  1.5  0.25", 0.25),
         ("epoch  accuracy\n0  0.25\nepoch 0: no better accuracy than 0.5 in 1 row\n1  0.5", 0.5),
         ("accuracy: 0.25 train/accuracy: 0.5", 0.25),
+        ("epoch  accuracy\n0  0.5\nepoch  rmse\n0  1.25", 0.5),
+        ("epoch  loss  accuracy\nepoch 0 begins\n0  1.5  0.5", 0.5),
     ],
 )
 def test_the_last_printed_value_counts(text, value):
