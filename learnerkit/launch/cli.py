@@ -94,7 +94,6 @@ def run_attempts(plan: Plan, events: LaunchEvents) -> int:
                 attempt.stop()
                 events.outcome(outcome)
                 if outcome.kind == "joined":
-                    say(outcome.text)
                     # For the ranks this is a restart, after which they go on, though no failure counts for it.
                     number, restarts = number + 1, restarts + 1
                 elif outcome.kind in ("done", "stopped") or number >= restarts:

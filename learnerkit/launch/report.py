@@ -82,14 +82,16 @@ def outcome_of(ranks: list[Rank], reason: int | Outcome, topology: Topology) -> 
 
 
 def ended_by_another_node(reason: int | Outcome, topology: Topology) -> bool:
-    """Tell whether another node has ended the attempt."""
-    return isinstance(reason, Outcome) and reason.kind != "done" and reason.node != topology.node
+    """Tell whether another node has ended the attempt: it has failed, or wants to join."""
+    if not isinstance(reason, Outcome) or reason.kind == "done":
+        return False
+    return reason.kind == "joined" or reason.node != topology.node
 
 
 def report(ranks: list[Rank], reason: int | Outcome, topology: Topology, began: float) -> None:
     """Say what went wrong, the first failure first and then a line for every rank."""
     failed, by_others = failures(ranks), ended_by_another_node(reason, topology)
-    if isinstance(reason, Outcome) and by_others and reason.kind != "joined":
+    if isinstance(reason, Outcome) and by_others:
         say(reason.text)
     # If all that failed only followed, one that has ended well left too early, however long it took to end.
     all_follow = all(follows(rank) == FOLLOWS for rank in failed)

@@ -157,6 +157,17 @@ def test_report_of_a_run_that_was_asked_to_end(capsys):
     assert "failed (exit code 1) after 3.0 s:\n  OSError: disk full\n" in capsys.readouterr().err
 
 
+def test_a_rank_that_fails_when_the_ranks_are_stopped_for_a_node_that_joins_is_no_failure(capsys):
+    reason, topology = Outcome("joined", text="another node wants to join"), Topology(1, 1, nodes=2)
+    ranks = [ended(0, 1, 12.5, "RuntimeError: closed")]
+    assert supervise.outcome_of(ranks, reason, topology) == reason
+    supervise.report(ranks, reason, topology, 10.0)
+    assert says(capsys.readouterr().err) == [
+        "learnerkit.launch: another node wants to join",
+        "learnerkit.launch: rank 0 then failed: RuntimeError: closed",
+    ]
+
+
 def test_control_characters_are_escaped(capsys):
     supervise.say("a\tb\n\x1b[2J\x00\r\x7f\x9b\u2028\u202e é 日本")
     expected = "learnerkit.launch: a\tb\n  \\x1b[2J\\x00\\r\\x7f\\x9b\\u2028\\u202e é 日本\n"
