@@ -298,7 +298,8 @@ def parse(argv: Sequence[str] | None, prog: str = "learnerkit.launch") -> Plan |
     )  # fmt: skip
     # A script that reads no arguments would say nothing, and run on another number of processes than was meant.
     counts = () if options.nproc or options.gpus or options.nnodes else COUNTS
-    return Plan(job, options.max_restarts, nodes, port, say_where_options_stand(script, counts),
+    restarts = 0 if options.check else options.max_restarts  # Another check would say the same.
+    return Plan(job, restarts, nodes, port, say_where_options_stand(script, counts),
                 place.attempt if place else 0)  # fmt: skip
 
 

@@ -577,6 +577,10 @@ def test_a_check_that_leaves_the_number_of_processes_to_the_script_says_so(no_gp
     assert says(capsys.readouterr().err)[0].endswith(f"stand before it: --nproc ... {__file__}")
 
 
+def test_a_check_is_not_repeated_after_a_problem(no_gpu):
+    assert parse(["--check", "--max-restarts", "2", __file__]).restarts == 0
+
+
 @pytest.mark.slow
 def test_a_thread_without_end_does_not_hold_up_a_failure(launched):
     began = time.monotonic()
