@@ -489,5 +489,17 @@ def kill(ranks: list[Rank]) -> None:
         rank.stop_signals.append(signal.SIGKILL)
         kill_group(rank.process.pid)
     deadline = time.monotonic() + KILL_SECONDS
-    while (running(ranks) or any(kill_group(rank.process.pid, 0) for rank in ranks)) and time.monotonic() < deadline:
+    while (running(ranks) or any(is_left(rank.process.pid) for rank in ranks)) and time.monotonic() < deadline:
         time.sleep(0.005)
+
+
+def is_left(group: int) -> bool:
+    """Tell whether anything is left of the group of a rank that has ended.
+
+    In a container this may be the first process: the processes whose parent has ended become its children, and stay
+    until it waits for them.
+    """
+    with suppress(ChildProcessError):  # It has no child in this group.
+        while os.waitpid(-group, os.WNOHANG)[0]:
+            pass
+    return kill_group(group, 0)

@@ -581,6 +581,16 @@ def test_a_check_is_not_repeated_after_a_problem(no_gpu):
     assert parse(["--check", "--max-restarts", "2", __file__]).restarts == 0
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
+def test_what_ranks_have_left_does_not_hold_up_the_first_process_of_a_container(run, tmp_path):
+    (tmp_path / "job.py").write_text("import os, subprocess\nsubprocess.Popen(['sleep', '60'])\nos._exit(0)\n")
+    # With PR_SET_CHILD_SUBREAPER it is the parent of processes whose own has ended, as the first process is.
+    main = "import ctypes, sys; ctypes.CDLL(None).prctl(36, 1); from learnerkit.launch.cli import main; "
+    began = time.monotonic()
+    assert run("-c", main + "sys.exit(main(['job.py']))", cwd=tmp_path).finish() == (0, "", "")
+    assert time.monotonic() - began < KILL_SECONDS
+
+
 @pytest.mark.slow
 def test_a_thread_without_end_does_not_hold_up_a_failure(launched):
     began = time.monotonic()
