@@ -14,13 +14,14 @@ from torch.utils.data import DataLoader
 from learnerkit import distributed
 from learnerkit.data.loaders import DataLoaders
 from learnerkit.export import programs
-from learnerkit.export.facts import KEY, NotExported, read_facts
+from learnerkit.export.facts import KEY, Facts, NotExported, facts_of, read_facts
 from learnerkit.export.writing import ONNX, PROGRAM, SUFFIXES, exported_path
 from learnerkit.files import CheckpointError, notes_of
 from learnerkit.marks import collective
 from learnerkit.state import Learner
 from learnerkit.stores.paths import AnyPath, StorePath
 from learnerkit.text import first_few, in_one_line, printable
+from learnerkit.utils import warn
 
 
 class NoData:
@@ -107,8 +108,28 @@ def load(
         if program is None:
             with distributed.alone():
                 learn.load(local, with_opt=False)
+        if dls is not None:
+            _warn_of_other_data(learn, facts, file)
     model.eval()
     return learn
+
+
+def _warn_of_other_data(learn: "Learner", facts: Facts, file: AnyPath) -> None:
+    "Warn if the user's loaders number the classes, or prepare inputs, in another way than those of the export did."
+    own = Facts(**json.loads(facts_of(learn).as_json()))
+    mine, theirs = own.preprocessing or {}, facts.preprocessing or own.preprocessing or {}
+    if facts.classes is not None and own.classes != facts.classes:
+        warn(
+            f"{file} was exported with the classes {first_few(facts.classes)}, and dls= have {first_few(own.classes)}: "
+            "what the model predicts gets wrong names, and is compared with the wrong targets, unless it is trained "
+            "again; give the loaders the classes of the file (errors.html#export)"
+        )
+    elif other := [name for name in {**theirs, **mine} if mine.get(name) != theirs.get(name)]:
+        warn(
+            f"dls= prepare inputs in another way than the loaders with which {file} was exported ({first_few(other)}), "
+            "so that the model may get other numbers for the same inputs: make the loaders as those were made, or give "
+            "data= to predict for raw inputs (errors.html#export)"
+        )
 
 
 def _check_is_there(file: Path) -> None:

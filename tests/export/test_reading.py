@@ -143,3 +143,18 @@ def test_no_module_is_imported_because_a_file_names_it():
             sys.path.remove(".")
     assert "evil_module" not in sys.modules
     assert not Path("evil").exists()
+
+
+def test_loaders_of_other_classes_or_of_other_inputs_get_a_warning():
+    learn = make_learner(make_dls(data=make_classes), make_model(n_out=3), nn.CrossEntropyLoss())
+    learn.dls.classes, learn.dls.preprocessing = ["ant", "bee", "cow"], {"size": 4, "mean": 0.5}
+    path = learn.export("classes")
+    dls = make_dls(data=make_classes)
+    load_learner(path, make_model(n_out=3), dls=dls)  # These loaders say neither, so they take both from the file.
+    assert (dls.classes, dls.preprocessing) == (learn.dls.classes, learn.dls.preprocessing)
+    dls.preprocessing = {"size": 8, "mean": 0.5}
+    with pytest.warns(UserWarning, match=r"dls= prepare inputs in another way .* \(size\)"):
+        load_learner(path, make_model(n_out=3), dls=dls)
+    dls.classes = ["bee", "cow", "ant"]
+    with pytest.warns(UserWarning, match="with the classes ant, bee, cow, and dls= have bee, cow, ant: "):
+        load_learner(path, make_model(n_out=3), dls=dls)
