@@ -59,8 +59,8 @@ class Prediction(NamedTuple):
         base: bytes of a step on a large batch that do not depend on the number of samples.
         peak: the most bytes alive at a time in a step on the batch.
         batch_size: the number of samples of the batch.
-        lines: (base, per_sample) of several lines over the batch size, whose maximum is the peak; the last is that of
-            large batches.
+        lines: (base, per_sample) of several lines over the batch size, of each part of a step, whose maximum is the
+            peak; the last is that of large batches.
     """
 
     parameters: int
@@ -233,7 +233,7 @@ def _measured(
 ) -> Prediction:
     """Measure the peaks of a step on `n` samples and of passes on other numbers of samples."""
     model = one.model.train()
-    peaks = dict[int, int]()
+    peaks = dict[int, tuple[int, ...]]()  # in the forward pass, in the backward pass, and in the optimizer's step
     mode = next((cb.mode for cb in cbs if isinstance(cb, MixedPrecision)), None)
     again = next((cb.modules for cb in cbs if isinstance(cb, ActivationCheckpointing)), None)
     keeps = any(cb.name in _KEEPERS for cb in cbs)
@@ -254,31 +254,35 @@ def _measured(
                 if mode is not None:
                     predictions_in_float32(one)
                 one._loss()
+            forward = live.peak
+            live.peak = live.now
             one._backward()
-            passes, after = live.peak, live.now
+            backward, after = live.peak, live.now
             live.peak = after
             if not i:
                 gradients = n_bytes(p.grad for p in model.parameters() if p.grad is not None)
                 one._step()
-                optimizer, floor = n_bytes(state_tensors(one.opts)), live.peak
+                optimizer = n_bytes(state_tensors(one.opts))
                 made = optimizer - n_bytes(state)
-                extra = floor - after - made  # The step has made the optimizer's state, which stays.
-                peaks[size] = max(passes + made, floor)
-            else:
-                peaks[size] = max(passes, after + extra)
+                extra = live.peak - after - made  # The step has made the optimizer's state, which stays.
+            beside = 0 if i else made
+            peaks[size] = forward + beside, backward + beside, after + beside + extra
             if not keeps:
                 one._zero_grad()
             one.batch = one.pred = one.output = one.loss = one.loss_grad = None
             one.xb = one.yb = ()
-    lines = ((float(floor), 0.0), *(_line(low, high) for low, high in pairwise(sorted(peaks.items()))))
+    # Each part of the step has lines of its own: in one that is the highest for few samples, others hide.
+    pairs = list(pairwise(sorted(peaks.items())))
+    lines = sorted((_line(a, b, part) for a, b in pairs for part in range(3)), key=lambda line: line[1])
     base, per_sample = lines[-1]
-    return Prediction(n_bytes(model.parameters()), gradients, optimizer, per_sample, base, peaks[n], n, lines)
+    peak = max(peaks[n])
+    return Prediction(n_bytes(model.parameters()), gradients, optimizer, per_sample, base, peak, n, tuple(lines))
 
 
-def _line(low: tuple[int, int], high: tuple[int, int]) -> tuple[float, float]:
-    """Return the line through two points, as (value at 0, slope)."""
-    slope = (high[1] - low[1]) / (high[0] - low[0])
-    return low[1] - slope * low[0], slope
+def _line(low: tuple[int, tuple[int, ...]], high: tuple[int, tuple[int, ...]], part: int) -> tuple[float, float]:
+    """Return the line through two points of a part of the step, as (value at 0, slope)."""
+    slope = (high[1][part] - low[1][part]) / (high[0] - low[0])
+    return low[1][part] - slope * low[0], slope
 
 
 def n_bytes(tensors: Iterable[Tensor]) -> int:

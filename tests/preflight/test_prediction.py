@@ -302,6 +302,12 @@ def test_where_values_are_read_real_steps_tell():
     assert found.peak == pytest.approx(measured(learn), rel=0.1)
 
 
+def test_few_samples_beside_many_weights_tell_of_many_samples():
+    layers = (nn.Linear(50, 600), nn.ReLU(), nn.Linear(600, 600), nn.ReLU(), nn.Linear(600, 10))
+    found = predict_memory(mlp(8, nn.Sequential(*layers)), on=[real_steps])
+    assert found.at(1600) == pytest.approx(measured(mlp(1600, nn.Sequential(*layers))), rel=0.3)
+
+
 def test_an_error_is_the_reason_and_is_printed_by_nobody(capfd):
     assert "shape" in predict_memory(mlp(model=nn.Sequential(nn.Linear(50, 8), Adds(), nn.Linear(8, 10))))
     assert capfd.readouterr() == ("", "")
