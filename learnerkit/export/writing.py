@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from learnerkit import arguments, distributed, files
-from learnerkit.callbacks.precision import ChannelsLast, MixedPrecision
+from learnerkit.callbacks.precision import ChannelsLast, Compile, MixedPrecision
+from learnerkit.callbacks.splitting import SplitBatch
 from learnerkit.data.batches import loader_len, rows_of, to_device
 from learnerkit.data.order import first_batch
 from learnerkit.export import programs
@@ -95,7 +96,8 @@ def _warn_of_callbacks(learn: "Learner") -> None:
         repr(cb)
         for cb in learn.cbs
         if cb.run and cb.run_valid and not cb.only_fit and (cb._owns("before_batch") or cb._owns("after_pred"))
-        if not isinstance(cb, MixedPrecision | ChannelsLast)  # these change no more than the rounding
+        # These change no more than the rounding.
+        if not isinstance(cb, MixedPrecision | ChannelsLast | Compile | SplitBatch)
     ]
     if names:
         warn(

@@ -27,7 +27,16 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from learnerkit import Callback, CheckpointError, DataLoaders, MixedPrecision, distributed, load_learner
+from learnerkit import (
+    Callback,
+    CheckpointError,
+    Compile,
+    DataLoaders,
+    MixedPrecision,
+    SplitBatch,
+    distributed,
+    load_learner,
+)
 
 
 class Pair(nn.Module):
@@ -397,7 +406,8 @@ def test_callbacks_that_change_predictions_are_warned_of():
     other = load_learner(path, make_model, device=learn.dls.device)
     assert not torch.equal(other.predict(x).pred, learn.predict(x).pred)
     assert torch.equal(other.add_cb(Double()).predict(x).pred, learn.predict(x).pred)
-    make_learner(cbs=MixedPrecision("bf16")).export("b")  # which does not
+    for cb in (MixedPrecision("bf16"), SplitBatch(2), Compile(backend="eager")):  # which do not
+        make_learner(cbs=cb).export("b")
     learn.double.run = False
     learn.export("c")  # of one that is switched off there is no warning
 
