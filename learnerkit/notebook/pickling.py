@@ -18,9 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
+from torch.utils.hooks import RemovableHandle
 from torch.utils.serialization import config
 
 from learnerkit.callback import Callback
+from learnerkit.inspection.hooks import Hook
 from learnerkit.processes.machine import shared_file
 from learnerkit.torch_internals import loader_attributes
 from learnerkit.utils import replaced
@@ -28,7 +30,7 @@ from learnerkit.utils import replaced
 _VALUES = frozenset({type(None), bool, int, float, complex, str, bytes, tuple, frozenset})
 """Types of objects whose identity does not matter."""
 
-SHARED = (type, FunctionType, nn.Module, Optimizer, Callback, Dataset, DataLoader)
+SHARED = (type, FunctionType, nn.Module, Optimizer, Callback, Dataset, DataLoader, Hook, RemovableHandle)
 """Types of objects that the kernel and its workers list, so that they are not copied on the way back."""
 
 
@@ -72,6 +74,9 @@ def make_pickler(known: Mapping[int, int]) -> Any:
                 return _cached, (obj.__wrapped__, obj.cache_parameters())
             if isinstance(obj, cached_property):  # it has a lock in Python 3.11
                 return cached_property, (obj.func,), {"attrname": obj.attrname}
+            if isinstance(obj, RemovableHandle):  # torch cannot read one whose tables of hooks are gone
+                hooks, number, others = obj.__getstate__()
+                return object.__new__, (type(obj),), (hooks, number, tuple(x for x in others if x is not None))
             if isinstance(obj, DataLoader) and type(obj).__getstate__ is object.__getstate__:
                 return object.__new__, (type(obj),), loader_attributes(obj)
             return super().reducer_override(obj)

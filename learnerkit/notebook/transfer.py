@@ -26,6 +26,7 @@ from learnerkit import run_state
 from learnerkit.callback import Callback
 from learnerkit.callbacks.recorder import TableLogger
 from learnerkit.data.order import GENERATORS
+from learnerkit.inspection.hooks import Hook
 from learnerkit.notebook.pickling import SHARED, make_pickler, numbered, pickling_error, read
 from learnerkit.notebook.settings import get_options, set_options, set_random_states
 from learnerkit.state import Learner
@@ -36,7 +37,7 @@ from learnerkit.utils import listify, warn
 _CONTAINERS = (list, dict, set, deque, Tensor, np.ndarray, *GENERATORS)
 """Types of values that change in place, and are sent back although they are the same objects."""
 
-_OWNERS: tuple = (nn.Module, Optimizer, Callback, Tensor)
+_OWNERS: tuple = (nn.Module, Optimizer, Callback, Hook, Tensor)
 """Types of objects whose attributes are sent back, wherever the pickler meets them."""
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD, AdamW
 
-from learnerkit import EMA, SWA, Callback, DataLoaders, Learner, Metric, ReduceLROnPlateau
+from learnerkit import EMA, SWA, Callback, DataLoaders, Hook, Learner, Metric, ReduceLROnPlateau
 from learnerkit.notebook import pickling, transfer
 from learnerkit.utils import unwrap
 
@@ -375,6 +375,35 @@ def test_frozen_layers_and_suggested_rates_come_back():
         run(*([learn] if learn is here else []), 1, 0.1)
     assert not there.model[0].weight.requires_grad
     assert plain(there.state_dict()) == plain(here.state_dict())
+
+
+class Hooking(Callback):
+    """It hears of the layers in a fit, as callbacks of fastai do."""
+
+    def before_fit(self):
+        self.calls = 0
+        self.handles = [layer.register_forward_hook(self.count) for layer in self.model]
+
+    def count(self, *args):
+        self.calls += 1
+
+    def after_fit(self):
+        for handle in self.handles:
+            handle.remove()
+
+
+def test_hooks_stay_those_of_their_owners():
+    learn = make("plain")
+    learn.add_cb(Hooking())
+    first, hook = learn.model[0], Hook(learn.model[0])
+    for _ in range(2):
+        carried_out(learn, Learner.fit, 1, 0.1)
+        assert learn.hooking.calls > 0
+        assert len(hook.stored) > 1  # of a batch
+    learn.model(make_data().tensors[0][:1])
+    assert len(hook.stored) == 1
+    hook.remove()
+    assert not first._forward_hooks
 
 
 def test_what_a_call_replaces_stays_what_it_was():
