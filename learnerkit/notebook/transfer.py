@@ -31,7 +31,7 @@ from learnerkit.notebook.pickling import SHARED, make_pickler, numbered, picklin
 from learnerkit.notebook.settings import get_options, set_options, set_random_states
 from learnerkit.state import Learner
 from learnerkit.text import in_one_line
-from learnerkit.torch_internals import add_typed_sources, own_tensors, typed_sources
+from learnerkit.torch_internals import add_typed_sources, hook_tables, own_tensors, typed_sources
 from learnerkit.utils import listify, warn
 
 _CONTAINERS = (list, dict, set, deque, Tensor, np.ndarray, *GENERATORS)
@@ -135,8 +135,13 @@ def _shared(call: Call, met: list) -> tuple[list, list]:
         *(x for x in (*metrics, learn.loss_func) if hasattr(x, "__dict__") and not isinstance(x, SHARED)),
         *(x for x in (*met, *tensors) if isinstance(x, _OWNERS) and not is_lazy(x)),
     ]  # fmt: skip
-    others = [x for x in (*met, learn.dls, *learn.dls.loaders) if not isinstance(x, Tensor)]
+    others = [x for x in (*met, learn.dls, *learn.dls.loaders, *_tables(met)) if not isinstance(x, Tensor)]
     return list({id(x): x for x in owners}.values()), others
+
+
+def _tables(objects: list) -> list[dict]:
+    """Return the modules' tables of hooks: the handles of hooks belong to these, whatever a call puts into them."""
+    return [hooks for x in objects if isinstance(x, nn.Module) for hooks in hook_tables(x)]
 
 
 def _path_to(culprit: Any, call: Call) -> str:
@@ -207,10 +212,11 @@ def _changes(received: Received) -> Iterator[tuple[Any, list[str], dict[str, tup
     For callbacks these are all values; for other owners, the values that are another object now, and containers. Each
     value comes with a flag that tells whether it is the same object.
     """
+    tables = numbered(_tables(received.owners))
     for x, before in zip(received.owners, received.before, strict=True):
         after = _held(x)
         values = {
-            name: (same, value)
+            name: (same, {**value} if id(value) in tables else value)  # the table itself would come back by its number
             for name, value in after.items()
             if not (same := value is before.get(name, before))
             or isinstance(x, Callback)

@@ -378,10 +378,13 @@ def test_frozen_layers_and_suggested_rates_come_back():
 
 
 class Hooking(Callback):
-    """It hears of the layers in a fit, as callbacks of fastai do."""
+    """It hears of the layers in a fit, as callbacks of fastai do, and of the first one from its first fit on."""
+
+    lasting = None
 
     def before_fit(self):
         self.calls = 0
+        self.lasting = self.lasting or self.model[0].register_forward_hook(self.count)
         self.handles = [layer.register_forward_hook(self.count) for layer in self.model]
 
     def count(self, *args):
@@ -402,7 +405,9 @@ def test_hooks_stay_those_of_their_owners():
         assert len(hook.stored) > 1  # of a batch
     learn.model(make_data().tensors[0][:1])
     assert len(hook.stored) == 1
+    assert len(first._forward_hooks) == 2
     hook.remove()
+    learn.hooking.lasting.remove()
     assert not first._forward_hooks
 
 
