@@ -393,8 +393,9 @@ class GradientNoiseScale(Callback):
         rows = self._rows
         if not rows:
             more = "without accumulation a batch of one sample cannot be cut, and with BatchNorm none of less than four"
-            more = f" ({more})" if self._cuts else ""
-            return f"gradient noise scale: not measured, as no step had two parts with finite gradients{more}"
+            if not self._cuts:
+                more = "the parts are the batches of a step, and with too small an n_samples= it has a single one"
+            return f"gradient noise scale: not measured, as no step had two parts with finite gradients ({more})"
         step = f"a step has {sum(row.samples for row in rows) / len(rows):.0f} samples, {len(rows)} were measured"
         if not math.isfinite(self.value):
             return f"gradient noise scale: too large to be told from these steps, so batches may grow; {step}"

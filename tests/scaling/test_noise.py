@@ -282,6 +282,9 @@ def test_it_says_so_if_nothing_was_measured(capsys):
     said = capsys.readouterr().out
     assert "not measured, as no step had two parts with finite gradients (without accumulation a batch" in said
     assert "with BatchNorm none of less than four" in said
+    single = [GradientAccumulation(n_samples=1)]
+    make_learner(single, batch_size=2, data=make_data(4)).fit(1, cbs=GradientNoiseScale(every=1))
+    assert "with too small an n_samples= it has a single one" in capsys.readouterr().out
     learn.validate(dl=learn.dls.train, cbs=GradientNoiseScale())
     assert "noise" not in capsys.readouterr().out
 
