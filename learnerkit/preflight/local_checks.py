@@ -136,6 +136,8 @@ def judge_network(group: list[Facts], everyone: list[Facts]) -> Finding:
     at = net["resolved_at"]
     lead = next((n for n in [net["route_at"], *net["names"]] if n and not n.startswith(("lo", "docker"))), "eth0")
     advice = f"export GLOO_SOCKET_IFNAME={lead} NCCL_SOCKET_IFNAME={lead}"
+    if not several:  # Any interface of another name may be down.
+        advice = "unset GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, which one machine does not need"
     loops = [name for name, value in net["set"].items() if value == LOOPBACK_INTERFACE]
     if gloo and not set(gloo.split(",")) <= {*net["names"]}:
         return Finding(WRONG, f"GLOO_SOCKET_IFNAME={gloo}, but there are only {first_few(net['names'])}", advice)

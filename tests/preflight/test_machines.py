@@ -164,6 +164,7 @@ def test_interfaces_that_cannot_be_right_are_told():
     assert found.advice == "export GLOO_SOCKET_IFNAME=ib0 NCCL_SOCKET_IFNAME=ib0"
     found = on("aa", "interface", *[{"set": {"GLOO_SOCKET_IFNAME": "eth9"}}] * 2)
     assert (found.mark, found.text) == (WRONG, "GLOO_SOCKET_IFNAME=eth9, but there are only lo, docker0, eth0")
+    assert found.advice == "unset GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, which one machine does not need"
     docker = {"resolved": "172.17.0.1", "resolved_at": "docker0"}
     first, second = judge("interface", facts({"interface": docker}, {"interface": docker}, hosts="ab"))
     assert (first.mark, first.text) == (WRONG, "the host's name resolves to 172.17.0.1, as does that of b (on a)")
