@@ -120,9 +120,9 @@ def _warn_of_other_data(learn: "Learner", facts: Facts, file: AnyPath) -> None:
     mine, theirs = own.preprocessing or {}, facts.preprocessing or own.preprocessing or {}
     if facts.classes is not None and own.classes != facts.classes:
         warn(
-            f"{file} was exported with the classes {first_few(facts.classes)}, and dls= have {first_few(own.classes)}: "
-            "what the model predicts gets wrong names, and is compared with the wrong targets, unless it is trained "
-            "again; give the loaders the classes of the file (errors.html#export)"
+            f"{file} was exported with the classes {first_few(facts.classes)}, and dls= have "
+            f"{first_few(own.classes or ())}: what the model predicts gets wrong names, and is compared with the wrong "
+            "targets, unless it is trained again; give the loaders the classes of the file (errors.html#export)"
         )
     elif other := [name for name in {**theirs, **mine} if mine.get(name) != theirs.get(name)]:
         warn(
