@@ -62,6 +62,12 @@ def hook_tables(module: nn.Module) -> list[dict[int, Any]]:
     return [hooks for hooks in passes if hooks is not None]
 
 
+def parameter_hooks(p: Tensor) -> list[tuple[str, Callable]]:
+    """Return the hooks of a parameter, each with the name of the method that registers it; a pickle has none."""
+    tables = {"register_hook": p._backward_hooks, "register_post_accumulate_grad_hook": p._post_accumulate_grad_hooks}
+    return [(name, hook) for name, hooks in tables.items() for hook in (hooks or {}).values()]
+
+
 def plain_call(model: nn.Module) -> Callable:
     """Return the function that `nn.Module.compile` compiles: `forward` with its hooks.
 

@@ -411,6 +411,19 @@ def test_hooks_stay_those_of_their_owners():
     assert not first._forward_hooks
 
 
+def test_hooks_of_parameters_act_in_a_call():
+    learn = make("plain")
+    first, last = learn.model[0], learn.model[-1]
+    before = [p.detach().clone() for p in (first.weight, last.weight)]
+    handle = first.weight.register_hook(lambda grad: 0 * grad)
+    last.weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    carried_out(learn, Learner.fit, 1, 0.1)
+    assert all(torch.equal(p, q) for p, q in zip((first.weight, last.weight), before, strict=True))
+    handle.remove()
+    carried_out(learn, Learner.fit, 1, 0.1)
+    assert not torch.equal(first.weight, before[0])
+
+
 def test_what_a_call_replaces_stays_what_it_was():
     learn, notes = make("plain"), []
     learn.add_cb(Noting(notes))
