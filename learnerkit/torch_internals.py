@@ -62,10 +62,15 @@ def hook_tables(module: nn.Module) -> list[dict[int, Any]]:
     return [hooks for hooks in passes if hooks is not None]
 
 
-def parameter_hooks(p: Tensor) -> list[tuple[str, Callable]]:
-    """Return the hooks of a parameter, each with the name of the method that registers it; a pickle has none."""
-    tables = {"register_hook": p._backward_hooks, "register_post_accumulate_grad_hook": p._post_accumulate_grad_hooks}
-    return [(name, hook) for name, hooks in tables.items() for hook in (hooks or {}).values()]
+_HOOKS = {
+    "register_hook": "_backward_hooks", "register_post_accumulate_grad_hook": "_post_accumulate_grad_hooks",
+    "register_step_pre_hook": "_optimizer_step_pre_hooks", "register_step_post_hook": "_optimizer_step_post_hooks",
+}  # fmt: skip
+
+
+def unpickled_hooks(x: Any) -> list[tuple[str, Callable]]:
+    """Return the hooks of a parameter or an optimizer, each with the method that registers it; a pickle has none."""
+    return [(name, hook) for name, table in _HOOKS.items() for hook in (getattr(x, table, None) or {}).values()]
 
 
 def plain_call(model: nn.Module) -> Callable:

@@ -31,7 +31,7 @@ from learnerkit.notebook.pickling import SHARED, make_pickler, numbered, picklin
 from learnerkit.notebook.settings import get_options, set_options, set_random_states
 from learnerkit.state import Learner
 from learnerkit.text import in_one_line
-from learnerkit.torch_internals import add_typed_sources, hook_tables, own_tensors, parameter_hooks, typed_sources
+from learnerkit.torch_internals import add_typed_sources, hook_tables, own_tensors, typed_sources, unpickled_hooks
 from learnerkit.utils import listify, warn
 
 _CONTAINERS = (list, dict, set, deque, Tensor, np.ndarray, *GENERATORS)
@@ -86,7 +86,7 @@ def send(call: Call, random_states: tuple | None) -> tuple[IO[bytes], str, list[
     left_out: list = [] if isinstance(logger, TableLogger) or logger in call.learn.cbs else [logger]
     pickler = make_pickler(numbered(left_out))
     try:
-        pickler.dump((random_states, get_options(), typed_sources(), call, list(map(parameter_hooks, _params(call)))))
+        pickler.dump((random_states, get_options(), typed_sources(), call, list(map(unpickled_hooks, _hooked(call)))))
         owners, others = _shared(call, list(pickler.met.values()))
         pickler.dump((owners, others))
     except Exception as e:
@@ -107,9 +107,9 @@ def receive(path: str, log_row: Callable[[list], None]) -> Received:
         log_row: the function that sends a row to the user's own logger, if the kernel has one.
     """
     (random_states, options, sources, call, hooks), (owners, others) = read(path, [log_row], 2, mapped=True)
-    for p, registered in zip(_params(call), hooks, strict=True):
+    for x, registered in zip(_hooked(call), hooks, strict=True):
         for name, hook in registered:
-            getattr(p, name)(hook)
+            getattr(x, name)(hook)
     # Loader workers pickle these objects by name.
     vars(sys.modules["__main__"]).update({x.__name__: x for x in _cells(others) if x.__name__ == x.__qualname__})
     add_typed_sources(sources)
@@ -142,10 +142,10 @@ def _shared(call: Call, met: list) -> tuple[list, list]:
     return list({id(x): x for x in owners}.values()), others
 
 
-def _params(call: Call) -> list[nn.Parameter]:
-    """Return the parameters of the model and of the loss."""
-    modules = (call.learn.model, call.learn.loss_func)
-    return [p for module in modules if isinstance(module, nn.Module) for p in module.parameters() if not is_lazy(p)]
+def _hooked(call: Call) -> list[nn.Parameter | Optimizer]:
+    """Return the parameters of the model and of the loss, and the optimizers: what may have hooks."""
+    modules = [x for x in (call.learn.model, call.learn.loss_func) if isinstance(x, nn.Module)]
+    return [*(p for module in modules for p in module.parameters() if not is_lazy(p)), *call.learn.opts]
 
 
 def _tables(objects: list) -> list[dict]:

@@ -411,8 +411,8 @@ def test_hooks_stay_those_of_their_owners():
     assert not first._forward_hooks
 
 
-def test_hooks_of_parameters_act_in_a_call():
-    learn = make("plain")
+def test_hooks_of_parameters_and_optimizers_act_in_a_call():
+    learn, steps = make("plain"), []
     first, last = learn.model[0], learn.model[-1]
     before = [p.detach().clone() for p in (first.weight, last.weight)]
     handle = first.weight.register_hook(lambda grad: 0 * grad)
@@ -420,8 +420,11 @@ def test_hooks_of_parameters_act_in_a_call():
     carried_out(learn, Learner.fit, 1, 0.1)
     assert all(torch.equal(p, q) for p, q in zip((first.weight, last.weight), before, strict=True))
     handle.remove()
+    learn.opt.register_step_post_hook(lambda opt, args, kwargs: learn.steps.append(1))
+    learn.steps = steps
     carried_out(learn, Learner.fit, 1, 0.1)
     assert not torch.equal(first.weight, before[0])
+    assert len(steps) == learn.train_iter
 
 
 def test_what_a_call_replaces_stays_what_it_was():
