@@ -108,7 +108,7 @@ def load(
         if program is None:
             with distributed.alone():
                 learn.load(local, with_opt=False)
-        if dls is not None:
+        if dls is not None and distributed.is_main():
             _warn_of_other_data(learn, facts, file)
     model.eval()
     return learn
