@@ -120,6 +120,9 @@ ROWS = {
         ["float32", "y.long()"]),
     "a column of labels": (lambda: learner(images(1, 4, 4, labels=LABELS[:, None])), ["(4, 1)", "y.squeeze(1)"]),
     "one-hot labels": (lambda: learner(images(1, 4, 4, labels=F.one_hot(LABELS))), ["int64 (4, 3)", "y.argmax(1)"]),
+    "classes last": (
+        lambda: learner(TensorDataset(torch.randn(8, 5, 4), LABELS[:, None].expand(8, 5)), nn.Linear(4, 3)),
+        ["(4, 5, 3), with the classes last", "pred.movedim(-1, 1)"]),
     "labels as floats": (lambda: learner(images(1, 4, 4, labels=LABELS.float())), ["float32", "y.long()"]),
     "labels as int32": (lambda: learner(images(1, 4, 4, labels=LABELS.int())), ["int32", "y.long()"]),
     "whole numbers for BCE": (lambda: learner(images(1, 4, 4, labels=LABELS[:, None] % 2), flat(16, 1), BCE),

@@ -249,6 +249,11 @@ def _of_classes(scores: Tensor, target: Tensor, text: str, ignored: int | None) 
         return f"the targets are {shape}, and this loss takes {shape[:1]}: y.squeeze(1), or a number for each sample"
     if target.ndim == scores.ndim and not target.is_floating_point():
         return f"the targets are {_name(target)} {shape}: make them the numbers of classes, y.argmax(1), or y.float()"
+    if scores.ndim > 2 and scores.shape[:-1] == target.shape != scores[:, 0].shape:
+        return (
+            f"the predictions are {tuple(scores.shape)}, with the classes last, and this loss takes the classes in "
+            "dimension 1: return pred.movedim(-1, 1) from forward"
+        )
     if target.ndim != scores.ndim and target.dtype not in (int64, uint8) and re.search(_OF_A_TYPE, text):
         return f"the targets are {_name(target)}, and numbers of classes are int64: y.long() in the dataset"
     ends = _range(target if ignored is None else target[target != ignored]) if "of bounds" in text else None
