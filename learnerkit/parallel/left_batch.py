@@ -188,6 +188,7 @@ class StandIn(Callback):
 
     order = -20
     run_valid = False
+    __repr__ = LeftBatch.__repr__
 
     def __init__(self, step: RankStep) -> None:
         self.step = step
