@@ -352,10 +352,19 @@ class MLflowCallback(Tracker):
         return client
 
     def _experiment_id(self, client: Any) -> str | None:
+        import mlflow
+
         if self.experiment is None or self._id is not None:
             return None
         experiment = client.get_experiment_by_name(self.experiment)
-        return str(client.create_experiment(self.experiment) if experiment is None else experiment.experiment_id)
+        if experiment is None:
+            try:
+                return str(client.create_experiment(self.experiment))
+            except mlflow.MlflowException:  # Another process, such as a trial of a search, may have made it just now.
+                experiment = client.get_experiment_by_name(self.experiment)
+                if experiment is None:
+                    raise
+        return str(experiment.experiment_id)
 
     def _write_config(self, config: dict[str, Any]) -> None:
         from mlflow.entities import Param

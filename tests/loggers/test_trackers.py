@@ -110,6 +110,20 @@ def test_a_fit_whose_status_mlflow_cannot_take_ends_well(monkeypatch):
         logger._leave()
 
 
+def test_an_experiment_that_another_process_makes_at_the_same_time_is_used(monkeypatch):
+    class There(Exception):
+        pass
+
+    def create_experiment(name):
+        raise There(f"{name} exists")
+
+    found = iter([None, SimpleNamespace(experiment_id="7")])
+    client = SimpleNamespace(get_experiment_by_name=lambda name: next(found), create_experiment=create_experiment)
+    monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(MlflowException=There))
+    monkeypatch.setattr("learnerkit.loggers.logger.find_spec", lambda name: SimpleNamespace(origin=name))
+    assert MLflowCallback("clothes")._experiment_id(client) == "7"
+
+
 @pytest.mark.parametrize(
     ("name", "allowed"),
     [
