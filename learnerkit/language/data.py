@@ -82,7 +82,7 @@ class TextData:
                 another `valid`.
         """
         texts = [texts] if isinstance(texts, str) else checked_texts(texts)
-        if labels is None and len(texts) == 1 and isinstance(valid, float):
+        if labels is None and len(texts) == 1 and isinstance(valid, float) and 0 < valid < 1:
             cut = round(len(texts[0]) * (1 - valid))
             texts, valid = [texts[0][:cut], texts[0][cut:]], [1]
         numbers, classes = (np.zeros(len(texts), np.int64), None) if labels is None else _numbered(labels, len(texts))

@@ -119,6 +119,8 @@ def test_of_a_single_long_text_the_end_is_validated_on():
     whole = [data.codec.decode(part.tolist()) for part in (data.train_ds, data.valid_ds)]
     assert "".join(whole).replace(" ", "") == text.replace(" ", "")
     assert 0.05 < len(whole[1]) / len(text) < 0.15
+    with raises(ValueError, "got valid=1.5; it is a share between 0 and 1"):
+        TextData.from_texts(text, valid=1.5)
     assert make_stream(valid=None).valid_ds is None
     with raises(ValueError, "got 1 tokens and seq_len=128"):
         make_stream(valid=None).__class__(data.codec, None, data.train_ds[:1]).dataloaders()
