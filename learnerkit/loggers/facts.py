@@ -82,7 +82,7 @@ def _parts(value: Any, depth: int = 0) -> Iterator[bytes]:
     """Yield the bytes that tell a value apart from others; `depth`: the number of containers around it."""
     if isinstance(value, dict):
         value = list(value.items())
-    if isinstance(value, np.ndarray) and value.dtype == object:
+    if isinstance(value, np.ndarray) and value.dtype.hasobject:  # its bytes are addresses
         value = value.tolist()
     if depth > _DEPTH:
         return
@@ -99,7 +99,7 @@ def _parts(value: Any, depth: int = 0) -> Iterator[bytes]:
             yield from _parts(item, depth + 1)
     elif isinstance(value, str | os.PathLike) and os.path.isfile(value):
         yield f"{'/'.join(Path(value).parts[-2:])} {os.path.getsize(value)}".encode()
-    elif isinstance(value, str | bytes | int | float | None):
+    elif isinstance(value, str | bytes | int | float | np.generic | None):
         yield repr(value).encode()
 
 

@@ -65,6 +65,19 @@ def test_a_change_of_what_is_held_in_memory_changes_it(change):
     assert changed(change) == changed(change)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda i: list(np.array([1, i])),
+        lambda i: np.array([f"a long text that is not in the array itself, {i}"], np.dtypes.StringDType()),
+        lambda i: np.array([("cat", i)], [("name", object), ("number", int)]),
+    ],
+)
+def test_labels_of_numpy_count_by_their_values(make):
+    assert fingerprint(Items("a", labels=make(2))) == fingerprint(Items("a", labels=make(2)))
+    assert fingerprint(Items("a", labels=make(2))) != fingerprint(Items("a", labels=make(3)))
+
+
 def test_files_count_by_name_and_size_wherever_they_are(tmp_path):
     def dataset(root, text="some"):
         for name in ("cat", "dog"):
