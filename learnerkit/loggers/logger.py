@@ -1,5 +1,6 @@
 """The base of all loggers: which numbers are written, when, and how a run goes on in the next fit or after a kill."""
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from glob import glob
 from importlib.util import find_spec
@@ -394,13 +395,14 @@ def _matching(patterns: list[str | Path]) -> dict[str, Path]:
     by_name: dict[str, Path] = {}
     here = Path.cwd()
     for pattern in patterns:
-        paths = [Path(name).absolute() for name in glob(str(pattern), recursive=True)]
+        paths = [Path(os.path.abspath(name)) for name in glob(str(pattern), recursive=True)]  # without '..'
         files = [path for path in paths if path.is_file()]
         if not files:
             warn(f"log_files: there is no file {str(pattern)!r}")
-        by_name |= {
-            path.relative_to(here).as_posix() if path.is_relative_to(here) else path.name: path for path in files
-        }
+        for path in files:
+            name = path.relative_to(here).as_posix() if path.is_relative_to(here) else path.name
+            if by_name.setdefault(name, path) != path:
+                warn(f"log_files: {path} is not logged, as {by_name[name]} has the name {name!r}; give it another name")
     return by_name
 
 

@@ -22,7 +22,7 @@ from learnerkit import (
     distributed,
     load_learner,
 )
-from learnerkit.loggers.logger import Tracker
+from learnerkit.loggers.logger import Tracker, _matching
 
 
 class Kept(Tracker):
@@ -104,13 +104,24 @@ def test_files_are_logged_by_their_paths_below_the_current_directory(tmp_path, m
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(path.name)
     monkeypatch.chdir(work)
-    kept = Kept(tmp_path, log_files=["configs/**/*.yaml", away, "none.*"])
+    kept = Kept(tmp_path, log_files=["configs/**/*.yaml", "../away/b.txt", away, "none.*"])
     learn = make_learner(make_dls(12), cbs=kept)
     with learn.no_logging(), pytest.warns(match="log_files: there is no file 'none.\\*'"):
         learn.fit(1)
     found = {str(path.relative_to(tmp_path / "files")) for path in (tmp_path / "files").rglob("*") if path.is_file()}
     assert found == {"configs/deep/a.yaml", "configs/c.yaml", "b.txt"}
     assert Kept(tmp_path, log_files="one.txt").log_files == ["one.txt"]
+
+
+def test_of_two_files_with_one_name_the_second_is_left_out_with_a_warning(tmp_path, monkeypatch):
+    first, second, work = tmp_path / "a" / "c.yaml", tmp_path / "b" / "c.yaml", tmp_path / "work"
+    for folder in (first.parent, second.parent, work):
+        folder.mkdir()
+    first.touch()
+    second.touch()
+    monkeypatch.chdir(work)
+    with pytest.warns(match=f"{second} is not logged, as {first} has the name 'c.yaml'"):
+        assert _matching([first, second]) == {"c.yaml": first}
 
 
 def test_what_cannot_be_logged_is_a_warning_and_the_rest_is_logged(tmp_path, monkeypatch):
