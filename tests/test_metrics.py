@@ -390,6 +390,15 @@ def test_perplexity_leaves_out_what_the_loss_ignores(metric):
     assert given == pytest.approx(F.cross_entropy(PRED, target, ignore_index=0).exp().item())
 
 
+def test_a_partial_of_a_class_is_an_object_with_these_options():
+    (meter,) = make_meters({"second": partial(IoU, classes=[1])}, nn.CrossEntropyLoss())
+    meter.reset()
+    meter.update(0, 2, torch.eye(2), (torch.tensor([0, 1]),))
+    assert (meter.name, meter.result(sharded=False), meter.metric.classes) == ("second", 1.0, [1])
+    with raises(TypeError, "got the class Linear as a metric; pass an object of it: Linear"):
+        make_meters(partial(nn.Linear, 2))
+
+
 def test_meters_have_the_names_of_their_metrics():
     def my_metric(pred, target):
         return 1.0

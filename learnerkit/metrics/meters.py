@@ -33,8 +33,8 @@ def make_meters(metrics: Any, loss_func: Any = None, classes: Any = None, target
     """Make a meter for each metric.
 
     Args:
-        metrics: a function, an object, a subclass of `Metric`, a torchmetrics collection, the name of a metric, a list
-            of these, or a dict of them by name.
+        metrics: a function, an object, a subclass of `Metric` or a partial of one, a torchmetrics collection, the name
+            of a metric, a list of these, or a dict of them by name.
         loss_func: the learner's, which says how `accuracy`, `Dice` and their like decode predictions.
         classes: the names of the learner's classes, or `None`, for metrics by name.
         targets: the kind of its targets, as `DataLoaders.targets` has it, for these metrics.
@@ -78,9 +78,9 @@ def _make_meter(metric: Any, name: str | None, loss_func: Any, classes: Any, tar
         if metric not in OWN:
             return NamedMeter(OfTorchmetrics(metric, loss_func, classes, targets), name or metric)
         metric = OWN[metric]
-    if isinstance(metric, type):
-        if not issubclass(metric, Metric):
-            name = metric.__name__
+    if isinstance(kind := unbound(metric)[0], type):  # also with options, as in partial(perplexity, axis=1)
+        if not issubclass(kind, Metric):
+            name = kind.__name__
             raise TypeError(f"got the class {name} as a metric; pass an object of it: {name}(...)")
         metric = metric()
     if isinstance(metric, Metric):
