@@ -179,7 +179,6 @@ def draw(seed, ranks=(1,), shard=False):
     if job["carried"]:
         leave("split_batches", "parts", "mix")
         job["watch"] = None if job["watch"] == "noise" else job["watch"]
-        job["data"] = "rows" if job["data"] == "stream" else job["data"]
         job["valid"] = 2 * job["batch"] if job["valid"] else 0
         if job["after"] == "other batches":
             leave("after")
@@ -265,9 +264,7 @@ class Net(nn.Module):
     def __init__(self, job):
         super().__init__()
         self.a = nn.Linear(5, 8)
-        self.norm = {False: nn.Identity, True: nn.LayerNorm, "batch": nn.BatchNorm1d}[job["norm"]](
-            *[8] * bool(job["norm"])
-        )
+        self.norm = {False: nn.Identity, True: nn.LayerNorm, "batch": nn.BatchNorm1d}[job["norm"]](8)
         self.b = nn.Linear(8, 8)
         self.drop = nn.Dropout(job["dropout"])
         self.c = nn.Linear(8, CLASSES)
