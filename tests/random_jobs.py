@@ -580,8 +580,7 @@ def run(job, folder, how="whole", shard=False):
                 fit(learn, job, job[name])
                 rows.append(rows_of(learn.recorder))
                 evaluations += do_after(learn, job, batch, folder)
-    opts = learn.opt.values() if isinstance(learn.opt, dict) else [learn.opt]
-    states = [s for opt in opts for _, s in sorted(opt.state_dict()["state"].items())]
+    states = [s for opt in learn.opts for _, s in sorted(opt.state_dict()["state"].items())]
     return {
         "weights": {name: value.clone() for name, value in learn.model.state_dict().items()},
         "opt": [value.clone() for state in states for _, value in sorted(state.items()) if value is not None],
@@ -589,6 +588,6 @@ def run(job, folder, how="whole", shard=False):
         "losses": learn.recorder.losses,
         "lrs": learn.recorder.lrs,
         "evaluations": evaluations,
-        "logged": logged(Path(folder, "log.csv")) if distributed.is_main() else [],
+        "logged": logged(Path(folder, "log.csv")) if distributed.is_main() and how != "stopped" else [],
         "drawn": torch.rand(2),
     }

@@ -83,6 +83,7 @@ def classes():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:the datasets are not the same on all ranks")
 def test_targets_that_are_wrong_on_one_rank():
     checked(
         learner(targets=on_rank_1(classes(), classes() + 5)),
