@@ -9,7 +9,7 @@ from learnerkit.callback import Callback, running
 from learnerkit.callbacks.training import at_last_batch
 from learnerkit.events import CancelBatchException, CancelStepException
 from learnerkit.gradient_mean import GradientMean, counts_something, host_count, scale_gradients
-from learnerkit.losses import loss_sums, output_of
+from learnerkit.losses import loss_sums, output_of, weighting_of
 from learnerkit.state import State
 
 
@@ -45,7 +45,7 @@ class GradientAccumulation(Callback):
 
     def before_train(self) -> None:
         learn = self.learn
-        if learn._loss_weighting.parts:
+        if weighting_of(learn).parts:
             raise ValueError(
                 "GradientAccumulation cannot weigh the parts of a loss each by itself, as loss_weight= says: what a "
                 "step counts of each is known only after its last batch. Take larger batches or more processes, or one "

@@ -23,6 +23,7 @@ from learnerkit.losses import (
     loss_name,
     loss_option,
     unwrap_partial,
+    weighting_of,
 )
 from learnerkit.marks import collective
 from learnerkit.metrics.functions import counts
@@ -104,7 +105,7 @@ class GatherPredictions(Callback):
 
     def _losses(self) -> Tensor:
         learn = self.learn
-        if not learn.yb and not learn._loss_weighting.alone:
+        if not learn.yb and not weighting_of(learn).alone:
             raise ValueError("with_loss=True, but the batches have no targets")
         yb = learn.yb
         loss = self._loss_func(learn.pred, *yb, **loss_arguments(learn))

@@ -29,7 +29,7 @@ class Averager:
     """Averages the gradients of a fit: during the backward pass where DDP can, else after the pass.
 
     The first batch of a model is averaged after its backward pass, which shows, on all ranks, whether DDP can average
-    the gradients. `learn._gradient` holds the way that is taken, `Deferred` or `Overlapped`, until the run ends.
+    the gradients. The learner's `_gradient` is the way that is taken, `Deferred` or `Overlapped`, until the run ends.
 
     Args:
         cb: the callback with the user's options; its `ends` gets the functions that undo the set-up after the fit.
