@@ -123,10 +123,11 @@ class SplitBatch(Callback):
 
     @property
     def parts(self) -> int:
+        # It may differ between ranks when a fit begins, where attributes that are named as arguments may not.
         return self._parts
 
     @parts.setter
-    def parts(self, parts: int) -> None:  # so it is no argument that must be equal on all ranks when a fit begins
+    def parts(self, parts: int) -> None:
         self._parts = parts
 
     @property

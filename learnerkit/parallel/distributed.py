@@ -204,8 +204,10 @@ class DistributedCallback(Callback):
             **_settings(learn.cbs),
         }
         place = socket.gethostname(), list(map(str, spanned_devices(learn.model)))
-        held = [list(_held(getattr(dl, "dataset", dl))) for dl in learn.dls.loaders[:2] if not self.dataset_is_sharded]
-        places, everyone, data = zip(*distributed.all_gather((place, facts, held)), strict=True)
+        own = [
+            list(_content(getattr(dl, "dataset", dl))) for dl in learn.dls.loaders[:2] if not self.dataset_is_sharded
+        ]
+        places, everyone, contents = zip(*distributed.all_gather((place, facts, own)), strict=True)
         check_devices(places)
         for name in dict.fromkeys(name for other in everyone for name in other):
             # Some ranks may lack a callback.
@@ -215,7 +217,7 @@ class DistributedCallback(Callback):
                 raise ValueError(
                     f"fit differs between ranks in its {name} ({by_rank}); every rank must make the same call"
                 )
-        if any(other != held for other in data):
+        if any(other != own for other in contents):
             self.tell_once(
                 "the datasets are not the same on all ranks, so samples are read twice or never, and validation may "
                 "have samples that others train on: call set_seed before data are drawn or split at random, on every "
@@ -434,14 +436,14 @@ def dispatch(learn: "Learner", fitting: bool) -> Dispatch:
     return RankDispatch(learn.cbs, fitting, learn._agreement)
 
 
-def _held(data: Any) -> Iterator[list]:
-    """Yield what tells apart data in memory: of subsets indices, of a `TensorDataset` or a list the tensors.
+def _content(data: Any) -> Iterator[list]:
+    """Yield what ranks compare of a dataset: indices of a `Subset`, digests of tensors of a `TensorDataset` or a list.
 
-    Of many it takes some at equal distances, so that large data cost little.
+    It takes a few items at equal distances, so that large data cost little. Other datasets yield nothing.
     """
     if isinstance(data, Subset):
         yield list(map(str, _some(data.indices)))
-        yield from _held(data.dataset)
+        yield from _content(data.dataset)
     elif isinstance(data, TensorDataset | list):
         tensors = data.tensors if isinstance(data, TensorDataset) else tensors_in(_some(data))
         plain = (t for t in tensors if t.ndim and t.layout is torch.strided)
