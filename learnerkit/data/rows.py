@@ -1,6 +1,7 @@
 """A loader that reads whole batches of a `TensorDataset` at once."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,6 +37,14 @@ def _rows(dataset: Dataset) -> tuple[tuple[Tensor, ...], Tensor | None] | None:
     return None
 
 
+def _as_rows(n: int, indices: Any) -> Tensor:
+    """Return the indices of a batch of a dataset with `n` samples as an int64 tensor without negative ones."""
+    if type(indices) is Tensor and indices.dtype == torch.long:
+        return indices
+    rows = torch.as_tensor(indices, dtype=torch.long)
+    return rows.where(rows >= 0, rows + n)
+
+
 class RowsLoader(DataLoader):
     """A torch `DataLoader` that reads a batch of a `TensorDataset` by one `index_select` for each tensor.
 
@@ -65,12 +74,11 @@ class RowsLoader(DataLoader):
         pin = self.pin_memory and on_host and torch.accelerator.is_available()
         # torch's loader draws a seed for its workers here; the same draw keeps the random streams equal.
         draw_seed(self.generator)
+        if type(batches) is not IndexBatches or not batches.in_one_tensor:
+            batches = map(partial(_as_rows, len(tensors[0] if index is None else index)), batches)
         # This runs at every batch. No name refers to a batch that is yielded, so that its memory is free for reuse as
         # soon as the reader drops it.
         for rows in batches:
-            if type(rows) is not Tensor or rows.dtype != torch.long:
-                rows = torch.as_tensor(rows, dtype=torch.long)
-                rows = rows.where(rows >= 0, rows + len(tensors[0] if index is None else index))
             if index is not None:
                 rows = index.index_select(0, rows)
             if pin:
@@ -84,11 +92,19 @@ class RowsLoader(DataLoader):
 class IndexBatches(BatchSampler):
     """A `BatchSampler` whose batches of a plain random or sequential sampler are slices of one index tensor."""
 
+    @property
+    def in_one_tensor(self) -> bool:
+        """Tell whether the sampler is plain, and the batches are slices."""
+        sampler: Any = self.sampler
+        if type(sampler) is RandomSampler:
+            return not sampler.replacement and sampler.num_samples == len(sampler.data_source)
+        return type(sampler) is SequentialSampler
+
     def __iter__(self) -> Iterator:
-        order = self._order()
-        if order is None:
+        if not self.in_one_tensor:
             yield from super().__iter__()
             return
+        order = self._order()
         whole = len(order) // self.batch_size * self.batch_size
         for some in order[:whole].view(-1, self.batch_size).split(4096):  # all at once would take 0.5 kB each
             yield from some.unbind()  # this takes less time than `split`
@@ -98,13 +114,10 @@ class IndexBatches(BatchSampler):
         if generator is not None:  # at its end torch's RandomSampler draws another permutation and ignores it
             torch.randperm(len(order), generator=generator)
 
-    def _order(self) -> Tensor | None:
+    def _order(self) -> Tensor:
         sampler: Any = self.sampler
         if type(sampler) is SequentialSampler:
             return torch.arange(len(sampler.data_source))
-        whole = type(sampler) is RandomSampler and not sampler.replacement
-        if not whole or sampler.num_samples != len(sampler.data_source):
-            return None
         generator = sampler.generator
         if generator is None:  # torch's RandomSampler does the same
             generator = torch.Generator().manual_seed(draw_seed())
