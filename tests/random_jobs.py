@@ -6,16 +6,17 @@ A job is a mapping from names of OPTIONS to one of their values; about half of i
 import csv
 import random
 from contextlib import nullcontext, suppress
+from copy import deepcopy
 from functools import partial
-from itertools import count
+from itertools import count, pairwise
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import SGD, Adam, AdamW, RMSprop
+from torch.optim import LBFGS, SGD, Adam, AdamW, RMSprop
 from torch.optim.lr_scheduler import StepLR
-from torch.utils.data import IterableDataset, Subset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import IterableDataset, Sampler, Subset, TensorDataset, WeightedRandomSampler
 
 from learnerkit import (
     EMA,
@@ -38,12 +39,14 @@ from learnerkit import (
     GradientClip,
     GradientNoiseScale,
     Learner,
+    MixedPrecision,
     MixUp,
     ParamScheduler,
     Recorder,
     ReduceLROnPlateau,
     SaveModelCallback,
     ScalingMonitor,
+    ShortEpochCallback,
     SplitBatch,
     TorchScheduler,
     ValidateEvery,
@@ -64,8 +67,8 @@ OPTIONS = {
     "samples": (24, 13, 37, 50),
     "valid": (17, 0, 5),
     "batch": (12, 6),
-    "data": ("tensors", "rows", "mappings", "subset", "stream"),
-    "order": ("shuffled", "in order", "weighted", "generator"),
+    "data": ("tensors", "rows", "mappings", "subset", "stream", "stream with a state"),
+    "order": ("shuffled", "in order", "weighted", "generator", "by a state", "by the epoch", "own batches"),
     "workers": (0, 2),
     "split_batches": (True, False),
     "drop_last": (False, True),
@@ -79,12 +82,15 @@ OPTIONS = {
     "frozen": (False, True),
     "unused": (False, True),
     "dropout": (0.0, 0.2),
-    "opt": ("adam", "momentum", "nesterov", "adamw", "rmsprop"),
+    "opt": ("adam", "momentum", "nesterov", "adamw", "rmsprop", "lbfgs"),
     "groups": ("one", "two", "two optimizers"),
     "wd": (None, 0.1),
     "accumulate": (None, {"n_batches": 2}, {"n_batches": 3}, {"n_samples": 20}),
-    "clip": (None, 0.5),
-    "average": (None, "ema", "swa"),
+    "clip": (None, {"max_norm": 0.5}, {"max_norm": 0.3, "each": True}, {"max_value": 0.02}),
+    "average": (None, "ema", "swa", "a layer's"),
+    "precision": (None, "fp16", "bf16"),
+    "overflow": (None, 1, 2),
+    "short": (None, 0.7, 2),
     "parts": (None, 2),
     "tracker": (None, "save", "early stop", "plateau"),
     "validate": (None, 2),
@@ -137,15 +143,33 @@ def draw(seed, ranks=(1,), shard=False):
         leave("split_batches")  # the batches of a rank would change their size
     if shard:
         leave("penalty")  # it is of whole weights
+        job["opt"] = "adam" if job["opt"] == "lbfgs" else job["opt"]
+        job["average"] = "ema" if job["average"] == "a layer's" else job["average"]
         job["watch"] = None if job["parts"] else job["watch"]
     if not job["split_batches"]:
+        leave("short")  # it is of the steps of a rank
         leave("drop_last")  # the last batch of one process may be a whole one of the ranks
     if job["after"] == "other batches" and job["samples"] < 2 * job["batch"]:
         leave("drop_last")
-    if job["data"] == "stream":
+    if job["data"].startswith("stream"):
         leave("split_batches", "workers", "order", "drop_last", "schedule")
-    if job["order"] == "weighted":
+        job["short"] = job["short"] and 2
+    if job["data"] == "stream with a state" and (job["short"] or job["cancel"] in ("epoch", "train")):
+        leave("data")  # a pass that is left goes on in the next epoch, which may have no batches then
+    if job["order"] in ("weighted", "by a state", "by the epoch", "own batches"):
         leave("after")  # its sampler is for this data
+    if job["order"] == "own batches":
+        leave("split_batches", "drop_last", "carried")
+        job["norm"] = bool(job["norm"])
+    if len(ranks) > 1 and job["precision"]:
+        job["precision"] = "fp16"  # with numbers of 64 bits it is exact
+    if job["precision"] != "fp16" or job["parts"]:
+        leave("overflow")
+    if job["opt"] == "lbfgs":
+        leave("accumulate", "parts", "precision", "overflow", "wd", "groups", "backward", "own", "cancel", "schedule")
+        leave("clip")
+        job["loss"] = "the model's" if job["loss"] == "several" else job["loss"]
+        job["watch"] = None if job["watch"] == "noise" else job["watch"]
     if job["loss"] in ("the model's", "several"):
         job["data"] = "mappings"
     elif job["data"] == "mappings" and job["loss"] in ("sample weights", "reads the inputs"):
@@ -162,7 +186,7 @@ def draw(seed, ranks=(1,), shard=False):
         leave("accumulate", "parts")
         job["watch"] = None if job["watch"] == "noise" else job["watch"]
     for name in ("first", "second", "third"):
-        if job["data"] == "stream" or job["tracker"] == "plateau":
+        if job["data"].startswith("stream") or job["tracker"] == "plateau":
             job[name] = job[name] if job[name] in CONSTANT else "fit"
         if job["cancel"] in ("train", "epoch"):
             job[name] = job[name] if job[name] not in ("steps", "lr_find") else "fit"
@@ -177,14 +201,14 @@ def draw(seed, ranks=(1,), shard=False):
     if job["loss"] == "trained" and job["groups"] == "two optimizers":
         leave("groups")
     if job["carried"]:
-        leave("split_batches", "parts", "mix")
+        leave("split_batches", "parts", "mix", "short")
         job["watch"] = None if job["watch"] == "noise" else job["watch"]
         job["valid"] = 2 * job["batch"] if job["valid"] else 0
         if job["after"] == "other batches":
             leave("after")
     if job["carried"] or job["norm"] == "batch":
         job["drop_last"] = True  # batches of other sizes, or of one sample, are refused
-        job["data"] = "rows" if job["data"] == "stream" else job["data"]
+        job["data"] = "rows" if job["data"].startswith("stream") else job["data"]
     if not job["valid"]:
         leave("tracker", "validate", "inside")
         job["after"] = None if job["after"] in ("validate", "predictions") else job["after"]
@@ -192,6 +216,11 @@ def draw(seed, ranks=(1,), shard=False):
 
 
 # Data and model
+
+
+def dtype_of(job):
+    """The type of a job's numbers; autocast leaves those of 64 bits as they are."""
+    return torch.float32 if job["precision"] == "bf16" else torch.float64
 
 
 class Rows(torch.utils.data.Dataset):
@@ -218,12 +247,65 @@ class Stream(IterableDataset):
         return iter(Rows(*self.tensors))
 
 
+class StreamWithState(IterableDataset):
+    """The rows in another order in each pass; a pass that was left goes on."""
+
+    def __init__(self, *tensors):
+        self.tensors, self.passes, self.place = tensors, 0, 0
+
+    def __iter__(self):
+        rows = Rows(*self.tensors)
+        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(self.passes)).tolist()
+        while self.place < len(rows):
+            self.place += 1
+            yield rows[order[self.place - 1]]
+        self.passes, self.place = self.passes + 1, 0
+
+    def state_dict(self):
+        return {"passes": self.passes, "place": self.place}
+
+    def load_state_dict(self, state):
+        self.passes, self.place = state["passes"], state["place"]
+
+
+class Permuted(Sampler):
+    """Another permutation in each epoch, by a number that the sampler counts, or by `set_epoch`."""
+
+    def __init__(self, n, by_epoch):
+        self.n, self.seed = n, 0
+        name = "set_epoch" if by_epoch else "load_state_dict"
+        setattr(self, name, self._set)
+        if not by_epoch:
+            self.state_dict = self._state
+
+    def __len__(self):
+        return self.n
+
+    def __iter__(self):
+        seed, self.seed = self.seed, self.seed + 1
+        return iter(torch.randperm(self.n, generator=torch.Generator().manual_seed(seed)).tolist())
+
+    def _set(self, seed):
+        self.seed = seed
+
+    def _state(self):
+        return self.seed
+
+
+def uneven_batches(n, batch):
+    """Batches of several sizes, a shuffled one after another."""
+    sizes = [batch, batch // 2, batch + 3, 1]
+    cuts = [sum(sizes[i % 4] for i in range(k)) for k in range(n)]
+    return [list(range(start, min(stop, n))) for start, stop in pairwise(cuts) if start < n]
+
+
 KINDS = {
     "tensors": TensorDataset,
     "rows": Rows,
     "mappings": partial(Rows, names=("x", "labels")),
     "subset": lambda *tensors: Subset(TensorDataset(*tensors), range(len(tensors[0]) - 1, -1, -1)),
     "stream": Stream,
+    "stream with a state": StreamWithState,
 }
 
 
@@ -237,23 +319,28 @@ def make_samples(job, n, seed):
     if job["loss"] in ("numbers", "sum", "sample weights"):
         y = x[:, :CLASSES].sin()
     weights = [torch.rand(n, generator=rng, dtype=torch.float64)] if job["loss"] == "sample weights" else []
-    return x, y, *weights
+    return [t.to(dtype_of(job)) if t.is_floating_point() else t for t in (x, y, *weights)]
 
 
 def make_loaders(job, batch):
     """The loaders of a job, with batches of a size."""
     n, seed = job["samples"], job["seed"]
     options = {"n_inp": 1} if job["loss"] == "sample weights" else {}
-    if job["data"] != "stream":
+    if not job["data"].startswith("stream"):
         rng = torch.Generator().manual_seed(seed)
         options |= {
             "shuffled": {},
             "in order": {"shuffle": False},
             "weighted": {"sampler": WeightedRandomSampler(torch.arange(1.0, n + 1), n, generator=rng)},
             "generator": {"generator": rng},
+            "by a state": {"sampler": Permuted(n, by_epoch=False)},
+            "by the epoch": {"sampler": Permuted(n, by_epoch=True)},
+            "own batches": {"batch_sampler": uneven_batches(n, batch)},
         }[job["order"]]
-        options |= {"drop_last": job["drop_last"], "num_workers": job["workers"]}
-    valid = [KINDS[job["data"]](*make_samples(job, job["valid"], seed + 1))] if job["valid"] else []
+        options |= {"drop_last": True} if job["drop_last"] else {}
+        options["num_workers"] = job["workers"]
+    kind = KINDS[job["data"].removesuffix(" with a state")]
+    valid = [kind(*make_samples(job, job["valid"], seed + 1))] if job["valid"] else []
     train = KINDS[job["data"]](*make_samples(job, n, seed))
     return DataLoaders.from_datasets(train, *valid, bs=batch, valid_bs=batch, device="cpu", **options)
 
@@ -271,7 +358,7 @@ class Net(nn.Module):
         self.unused = nn.Linear(2, 2) if job["unused"] else None
         self.b.requires_grad_(not job["frozen"])
         self.tied, self.loss = job["tied"], job["loss"]
-        self.double()
+        self.to(dtype_of(job))
 
     def forward(self, x, *carried, labels=None, state=None):
         h = torch.tanh(self.b(F.gelu(self.norm(self.a(x)))))
@@ -295,9 +382,9 @@ def by_sample(pred, y, weights):
 class Trained(nn.Module):
     """A loss with a temperature that is trained."""
 
-    def __init__(self):
+    def __init__(self, dtype):
         super().__init__()
-        self.log_t = nn.Parameter(torch.zeros(CLASSES, dtype=torch.float64))
+        self.log_t = nn.Parameter(torch.zeros(CLASSES, dtype=dtype))
 
     def forward(self, pred, y):
         return F.cross_entropy(pred * self.log_t.exp(), y)
@@ -312,7 +399,7 @@ def make_loss(job):
     """(the loss, its weight)."""
     return {
         "classes": (nn.CrossEntropyLoss(), None),
-        "weighted classes": (nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 0.3], dtype=torch.float64)), None),
+        "weighted classes": (nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 0.3], dtype=dtype_of(job))), None),
         "ignored": (nn.CrossEntropyLoss(), None),
         "smoothed": (nn.CrossEntropyLoss(label_smoothing=0.1), None),
         "numbers": (nn.MSELoss(), None),
@@ -320,7 +407,7 @@ def make_loss(job):
         "sample weights": (by_sample, lambda y, weights: weights.sum()),
         "the model's": (None, None),
         "several": (None, {"all": "samples", "high": "n"}),
-        "trained": (Trained(), None),
+        "trained": (Trained(dtype_of(job)), None),
         "reads the inputs": (with_inputs, "samples"),
     }[job["loss"]]
 
@@ -371,8 +458,12 @@ def evaluate(cb):
 class Hidden(CarriedState):
     """A hidden layer that the next batch begins with."""
 
+    def __init__(self, dtype):
+        super().__init__()
+        self.dtype = dtype
+
     def start(self, n):
-        return torch.zeros(n, 8, dtype=torch.float64)
+        return torch.zeros(n, 8, dtype=self.dtype)
 
 
 class Anneals(Callback):
@@ -395,12 +486,25 @@ WATCHES = {
 }  # fmt: skip
 
 
-def make_callbacks(job, folder):
+SCALER = {"fp16": {"init_scale": 2.0**8, "growth_interval": 3}}
+
+
+def overflow(cb, at):
+    """Let the gradients of a batch overflow."""
+    if cb.training and cb.iter == at:
+        cb.learn.loss_grad = cb.loss_grad * torch.inf
+
+
+def make_callbacks(job, folder, model):
     """The callbacks of a job."""
     found = [
         job["accumulate"] and GradientAccumulation(**job["accumulate"]),
-        job["clip"] and GradientClip(max_norm=job["clip"]),
+        job["clip"] and GradientClip(**job["clip"]),
         {"ema": EMA(0.9), "swa": SWA(start=0.3)}.get(job["average"]),
+        job["average"] == "a layer's" and EMA(0.9, module=deepcopy(model.a), of=model.a, every=2),
+        job["precision"] and MixedPrecision(job["precision"], **SCALER.get(job["precision"], {})),
+        job["overflow"] and Callback(after_loss=partial(overflow, at=job["overflow"])),
+        job["short"] and ShortEpochCallback(**{"n" if job["short"] > 1 else "pct": job["short"]}),
         job["parts"] and SplitBatch(parts=job["parts"]),
         job["validate"] and ValidateEvery(n=job["validate"]),
         job["penalty"] and Callback(after_loss=penalise),
@@ -409,7 +513,7 @@ def make_callbacks(job, folder):
         job["mix"] == "noise" and BatchTransform(lambda x: x + 0.1 * torch.randn_like(x)),
         job["train_metrics"] and Recorder(train_metrics=True),
         WATCHES[job["watch"]] and WATCHES[job["watch"]](),
-        job["carried"] and Hidden(),
+        job["carried"] and Hidden(dtype_of(job)),
         job["own"] and Anneals(),
         job["schedule"] and ParamScheduler({"weight_decay": SchedCos(0.1, 0.0)}),
         CSVLogger(Path(folder, "log.csv")),
@@ -439,6 +543,7 @@ OPTS = {
     "nesterov": partial(SGD, momentum=0.8, nesterov=True),
     "adamw": AdamW,
     "rmsprop": partial(RMSprop, momentum=0.5),
+    "lbfgs": partial(LBFGS, max_iter=3),
 }
 
 
@@ -524,9 +629,10 @@ def make(job, folder, cbs, batch):
     splitter = halves if job["groups"] == "two" else None
     if job["loss"] == "trained":
         splitter = partial(with_loss, splitter or (lambda model: [[*model.parameters()]]), loss)
+    model = Net(job)
     return cls(
-        dls, Net(job), loss, loss_weight=weight, metrics=metrics, opt_func=OPTS[job["opt"]], lr=1e-2, wd=job["wd"],
-        splitter=splitter, cbs=[*make_callbacks(job, folder), *cbs],
+        dls, model, loss, loss_weight=weight, metrics=metrics, opt_func=OPTS[job["opt"]], lr=1e-2, wd=job["wd"],
+        splitter=splitter, cbs=[*make_callbacks(job, folder, model), *cbs],
     )  # fmt: skip
 
 
@@ -583,7 +689,7 @@ def run(job, folder, how="whole", shard=False):
     states = [s for opt in learn.opts for _, s in sorted(opt.state_dict()["state"].items())]
     return {
         "weights": {name: value.clone() for name, value in learn.model.state_dict().items()},
-        "opt": [value.clone() for state in states for _, value in sorted(state.items()) if value is not None],
+        "opt": [value.clone() for state in states for _, value in sorted(state.items()) if isinstance(value, Tensor)],
         "rows": rows,
         "losses": learn.recorder.losses,
         "lrs": learn.recorder.lrs,
