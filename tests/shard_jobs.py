@@ -491,10 +491,11 @@ def _():
     return learner(loss=loss, splitter=lambda m: [list(m.parameters()), list(loss.parameters())], cbs=cbs)
 
 
-@job("a loss with parameters, clipped each and accumulated")
+@job("a loss with parameters, clipped each and accumulated, with a scaler")
 def _():
     loss = CentreLoss()
     cbs = [learnerkit.GradientClip(0.1, each=True), learnerkit.GradientAccumulation(n_batches=2)]
+    cbs.append(learnerkit.MixedPrecision("fp16"))  # Autocast leaves numbers of 64 bits as they are.
     return learner(loss=loss, splitter=lambda m: [list(m.parameters()), list(loss.parameters())], cbs=cbs)
 
 

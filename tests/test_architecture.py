@@ -439,7 +439,7 @@ def test_code_tokens_are_counted_right():
 # The most tokens of code that each room may have; a room is a folder of the package, or a file at its top. A budget is
 # raised by at most a tenth. More needs a line in the changelog that says why.
 BUDGETS = {
-    "callbacks": 41_208, "parallel": 27_058, "data": 19_866, "scaling": 16_618, "preflight": 18_428, "sweep": 11_280,
+    "callbacks": 41_340, "parallel": 27_058, "data": 19_866, "scaling": 16_618, "preflight": 18_428, "sweep": 11_280,
     "launch": 14_545, "checkpoints": 13_814, "learner": 10_390, "inspection": 9_155, "metrics": 9_214,
     "loggers": 7_614, "images": 7_938, "optim": 7_825, "notebook": 7_419, "tabular": 7_280, "export": 6_930,
     "losses": 6_836, "distributed": 6_268, "vision": 5_121, "run_state": 5_936, "language": 4_596, "processes": 4_883,

@@ -1,7 +1,9 @@
 """Debugging aids: short epochs, overfitting one batch, and traces of some steps."""
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import islice
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from learnerkit.callback import Callback
 from learnerkit.data.batches import loader_len, to_device
 from learnerkit.data.cuts import Share
 from learnerkit.data.iterable import LoaderView
+from learnerkit.data.stream import stream_of
 from learnerkit.state import State
 from learnerkit.torch_internals import is_profiling
 from learnerkit.utils import warn
@@ -30,8 +33,13 @@ class ShortLoader(LoaderView):
         return min(self.n, len(self.loader))
 
     def __iter__(self) -> Iterator:
+        left, stream = max(0, self.n - self.first), stream_of(self.loader)
+        if not left and stream is not None and 0 < stream.place < inf:
+            # The batches were read in another process. They are drawn, as a generator of the user's decides by its
+            # state which batches the next epoch has.
+            deque(islice(stream.sampler, int(stream.place)), maxlen=0)
         # islice releases the loader's iterator after the last batch, which ends its workers.
-        return islice(self.loader, max(0, self.n - self.first))
+        return islice(self.loader, left)
 
 
 class RepeatingLoader(LoaderView):

@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from inspect import signature
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -85,7 +85,7 @@ class MixedPrecision(Callback):
         self.scaler: torch.amp.GradScaler | None = None
         self.skipped = 0
         self._open: list[ExitStack] = []  # autocast of each open batch: a callback may validate during a batch
-        self._gate: _StepGate | None = None
+        self._gates: list[_StepGate] = []
 
     @collective
     def before_fit(self) -> None:
@@ -107,7 +107,7 @@ class MixedPrecision(Callback):
         self.scaler = torch.amp.GradScaler(kind, **self.scaler_kwargs)
         self.take_scale(distributed.broadcast if learn.n_ranks > 1 else itself)  # every rank must reach this
         self.scaler.scale(torch.zeros((), device=learn.dls.device))  # a rank may take a step before it has a loss
-        self.skipped, self._gate = 0, None
+        self.skipped, self._gates = 0, []
 
     def before_batch(self) -> None:
         self._open.append(ExitStack())
@@ -136,14 +136,14 @@ class MixedPrecision(Callback):
         "Update the scale after a step, taken or skipped."
         if self.scaler is None:
             return
-        if self._gate is None and self.learn.n_ranks > 1 and self._overflows():
+        if not self._gates and self.learn.n_ranks > 1 and self._overflows():
             # This rank left the step before unscaling, and the others skip it: all ranks must keep the same scale.
             self.skipped += 1
             self._unscale(self.scaler)
             self.learn._zero_grad()
-        if self._gate is not None:
+        if self._gates:
             self.scaler.update()
-            self._gate = None
+            self._gates = []
 
     @collective
     def after_batch(self) -> None:
@@ -152,13 +152,14 @@ class MixedPrecision(Callback):
 
     def _unscale(self, scaler: torch.amp.GradScaler) -> bool:
         "Unscale the gradients, if there are any, and tell whether all of them are finite."
-        params = _parameters(self.learn)
-        if not params:
-            return True
-        gate: Any = _StepGate(params)
-        self._gate = gate  # kept until the update, because the scaler identifies it by its id
-        scaler.step(gate)  # the only host-device sync of a step: the host must know whether to take it
-        return gate.opened
+        kinds = [_parameters(self.learn)]
+        if self.learn.shards is not None:  # The scaler cannot mix shards and whole tensors, such as those of a loss.
+            kinds = [[p for p in kinds[0] if is_shard(p) is shard] for shard in (True, False)]
+        # They are kept until the update, because the scaler identifies them by their ids.
+        self._gates = [_StepGate(params) for params in kinds if params]
+        for gate in cast(list[Any], self._gates):
+            scaler.step(gate)  # the only host-device sync of a step: the host must know whether to take it
+        return all(gate.opened for gate in self._gates)
 
     @collective
     def _overflows(self) -> bool:
@@ -177,7 +178,7 @@ class MixedPrecision(Callback):
         # lr_find must not change the scale.
         if self.learn.task == "fit" and self.scaler is not None and self.scaler.is_enabled():
             self.learn._scaler_state = self.scaler.state_dict()  # plain numbers: a host-device sync
-        self.scaler = self._gate = None
+        self.scaler, self._gates = None, []
 
     def state_dict(self) -> State:
         """Return the scale. A host-device sync."""

@@ -1,6 +1,7 @@
 """ShortEpochCallback and OverfitBatch: fits cut short, and batches learnt by heart. Profiler: its trace."""
 
 import json
+from contextlib import suppress
 from functools import partial
 
 import psutil
@@ -20,9 +21,9 @@ from helpers import (
     raising,
 )
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from learnerkit import Callback, DataLoaders, GradientAccumulation, Learner
+from learnerkit import Callback, CheckpointCallback, DataLoaders, GradientAccumulation, Learner
 from learnerkit.callbacks.debugging import OverfitBatch, Profiler, ShortEpochCallback
 
 
@@ -75,6 +76,24 @@ def test_schedules_and_the_last_group_fit_the_short_epoch():
     assert seen.done[-1] == 1
     assert seen.steps == 2
     assert len(learn.recorder.lrs) == 5
+
+
+def test_a_short_epoch_that_was_read_in_another_process_is_followed_by_the_same_samples(tmp_path):
+    def trained(folder, stops=False):
+        rows = TensorDataset(torch.arange(24.0)[:, None], torch.zeros(24, 1))
+        dls = DataLoaders.from_datasets(rows, bs=4, device="cpu", generator=torch.Generator().manual_seed(3))
+        batches = []
+        note = Callback(before_batch=lambda cb: batches.append(cb.xb[0].flatten().tolist()))
+        stop = raising("before_batch", KeyError(), when=lambda cb: stops and cb.learn.epoch == 1)
+        saves = CheckpointCallback(tmp_path / folder, every=1, resume=True)
+        with suppress(KeyError):
+            make_learner(dls, nn.Linear(1, 1), lr=1e-3).fit(2, cbs=[ShortEpochCallback(n=2), saves, stop, note])
+        return batches
+
+    whole = trained("whole")
+    assert len(whole) == 4
+    assert trained("stopped", stops=True)[:2] == whole[:2]
+    assert trained("stopped") == whole[2:]
 
 
 def test_other_readings_are_whole():

@@ -47,7 +47,8 @@ QUICK = [
 ]  # fmt: skip
 SLOW = [
     "blocks frozen in before_epoch, by parameters that are held", "EMA of a module",
-    "a loss with parameters, clipped each and accumulated", "a part left out later", "validate and get_preds in a fit",
+    "a loss with parameters, clipped each and accumulated, with a scaler", "a part left out later",
+    "validate and get_preds in a fit",
     "a method that calls the units differently often on each rank", "check",
 ]  # fmt: skip
 
