@@ -26,6 +26,8 @@ from learnerkit.data.batches import to_device
 from learnerkit.data.iterable import source_of
 from learnerkit.data.order import (
     GENERATORS,
+    data_generators,
+    data_states,
     generator_state,
     has_state,
     order_sources,
@@ -74,11 +76,7 @@ def state_dict(learn: "Learner", first: Mapping[str, Mapping[str, Any]] | None =
     mine = {
         "random": [*map(seeds.without_arrays, seeds.seed_states()), seeds.device_states(learn.dls.device)],
         "seed": torch.initial_seed(),
-        "data": {
-            place: generator_state(vars(part)[name])
-            for place, part, name in _data_generators(learn.dls.loaders)
-            if vars(part)[name] is not None
-        },
+        "data": {place: value for place, value in _data_states(learn).items() if value is not None},
         "position": {} if position is None else position.own_state_dict(),
         "callbacks": own,
         "alone": alone,
@@ -101,19 +99,11 @@ def state_dict(learn: "Learner", first: Mapping[str, Mapping[str, Any]] | None =
     }
 
 
-def _data_generators(loaders: Iterable) -> Iterator[tuple[str, Any, str]]:
-    """Yield the attributes of datasets and collate functions that are random generators, or may become one.
-
-    Yields:
-        A name of the attribute among all of these, its owner, and its own name.
-    """
-    for i, dl in enumerate(loaders):
-        data = getattr(dl, "dataset", None)
-        inner = getattr(data, "__dict__", {}).get("dataset")  # a property may open a file
-        for part, x in (("dataset", data), ("inner", inner), ("collate_fn", getattr(dl, "collate_fn", None))):
-            for name, value in getattr(x, "__dict__", {}).items():
-                if value is None or isinstance(value, GENERATORS):
-                    yield f"{i}.{part}.{name}", x, name
+def _data_states(learn: "Learner") -> State:
+    """Return the states of the `data_generators`: of data that are read again, those at the start of the epoch."""
+    position = learn._position
+    again = position is not None and position.stage == TRAIN
+    return data_states(learn.dls.loaders) | (position.data.generators if again else {})
 
 
 def check_moment(learn: "Learner") -> None:
@@ -570,7 +560,7 @@ def put_rest(learn: "Learner", state: Mapping[str, Any], name: str = "the state"
         seeds.set_seed_states(tuple(states))
         seeds.set_device_states(learn.dls.device, devices)
         data = rank.get("data", {})
-        for place, part, name in [*_data_generators(learn.dls.loaders)]:
+        for place, part, name in [*data_generators(learn.dls.loaders)]:
             if place in data:
                 # It may be of another kind, or on another device, than when it was saved.
                 with suppress(TypeError, ValueError, RuntimeError):

@@ -10,15 +10,17 @@ import torch
 from helpers import make_data, make_learner, make_model, mostly_slow, raises, same_weights
 from torch import nn
 from torch.optim import SGD
-from torch.utils.data import DataLoader, Subset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 from learnerkit import (
     EMA,
     Callback,
+    CancelTrainException,
     CheckpointError,
     DataLoaders,
     EarlyStoppingCallback,
     GradientAccumulation,
+    Learner,
     distributed,
 )
 from learnerkit.values import same
@@ -254,6 +256,53 @@ def test_generators_that_are_made_when_they_are_first_used_go_on(make):
     again.load_state_dict(torch.load(io.BytesIO(file.getvalue()), weights_only=True))
     again.fit(1)
     assert again.recorder.losses == learn.recorder.losses
+
+
+class Drawn(IterableDataset):
+    """Batches without an end, drawn by generators of its own, of which one is made when it is first used."""
+
+    def __init__(self):
+        self.rng, self.late = np.random.default_rng(3), None
+
+    def __iter__(self):
+        self.late = self.late or torch.Generator().manual_seed(5)
+        while True:
+            x = torch.rand(4, 3, generator=self.late)
+            yield x, x.sum(1, keepdim=True) + self.rng.random()
+
+
+class TakingLater(Taking):
+    """Another one, which does not get the count of the first."""
+
+
+class Stops(Callback):
+    """Ends each epoch after five batches."""
+
+    def after_batch(self):
+        if self.iter == 4:
+            raise CancelTrainException
+
+
+@pytest.mark.parametrize("place", [2, 8])
+def test_a_stream_is_read_again_with_its_generators_as_they_were(place):
+    def drawing(cbs):
+        torch.manual_seed(0)
+        dls = DataLoaders(DataLoader(Drawn(), batch_size=None), device="cpu")
+        return Learner(dls, nn.Linear(3, 1), nn.MSELoss(), opt_func=SGD, lr=0.1, cbs=[Stops, *cbs])
+
+    whole, taking = drawing([]), Taking("after_batch", place)
+    whole.fit(2)
+    drawing([taking]).fit(2)
+    again, later = drawing([]), TakingLater("after_batch", 1)
+    again.load_state_dict(taking.state)
+    with pytest.warns(UserWarning, match=f"{place % 5} batches of this epoch are read again"):
+        again.fit(2, cbs=later)
+    assert same_weights(again.model, whole.model)
+    last = drawing([])
+    last.load_state_dict(later.state)  # which was taken in the epoch that went on
+    with pytest.warns(UserWarning, match=f"{place % 5 + 1} batches of this epoch are read again"):
+        last.fit(2)
+    assert same_weights(last.model, whole.model)
 
 
 class Jitter(Callback):

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from learnerkit import distributed
 from learnerkit.data.batches import loader_len
-from learnerkit.data.order import has_index, has_state, keep_seeds, states_at_start
+from learnerkit.data.order import data_states, has_index, has_state, keep_seeds, states_at_start
 from learnerkit.data.rows import draw_seed
 from learnerkit.distributed import seeds
 from learnerkit.state import State
@@ -138,6 +138,8 @@ class IterablePlace:
         states: the states of the global generators at the start of this epoch, on all ranks alike; data without a state
             are read again with them.
         stream: the states, at the position, of the generators with which all ranks read a source alike.
+        generators: the states, at the start of this epoch, of the generators that data without a state hold; such data
+            are read again with them.
         parts: for an iterable dataset, the number of its parts, and the number of workers that read each.
         shared: the rank's loader, on several ranks.
         own: the state of the data that only this rank reads.
@@ -161,6 +163,7 @@ class IterablePlace:
     def clear(self) -> None:
         """Forget the position in the last epoch."""
         self.states, self.stream = None, None
+        self.generators: State = {}
         self.again = 0
 
     def state(self, place: "Position") -> State:
@@ -169,8 +172,8 @@ class IterablePlace:
         reading = place.begun and not over
         return {
             "over": over,
-            "states": self.states if reading else None,
-            "stream": self.shared.stream if reading and self.shared is not None else None,
+            "states": seeds.without_arrays(self.states) if reading else None,
+            "stream": seeds.without_arrays(self.shared.stream) if reading and self.shared is not None else None,
             "parts": self.parts,
             "source": source,
         }
@@ -266,6 +269,8 @@ class IterablePlace:
         self.again = shared.begin(inf if ended else place.read, place.first_step, own, place.goes_on)
 
     def note_start(self, loader: Any) -> None:
-        """Save the states of the global generators at the start of an epoch, if `loader` may be read again."""
+        """Save the states of the generators at the start of an epoch, if `loader` may be read again."""
+        if not has_index(loader) and source_of(loader) is None:
+            self.generators = data_states([loader])
         if self._reads_again and self.states is None:
             self.states = states_at_start(loader) if isinstance(loader, DataLoader) else seeds.seed_states()

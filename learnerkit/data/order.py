@@ -1,7 +1,7 @@
 """The order in which samples are drawn, and the random streams that decide it."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
@@ -110,6 +110,27 @@ def put_states(sources: Sequence[Any], states: Sequence[Any]) -> None:
             set_generator_state(source, state)
         else:
             source.load_state_dict(deepcopy(state))
+
+
+def data_generators(loaders: Iterable) -> Iterator[tuple[str, Any, str]]:
+    """Yield the attributes of datasets and collate functions that are random generators, or may become one.
+
+    Yields:
+        A name of the attribute among all of these, its owner, and its own name.
+    """
+    for i, dl in enumerate(loaders):
+        data = getattr(dl, "dataset", None)
+        inner = getattr(data, "__dict__", {}).get("dataset")  # a property may open a file
+        for part, x in (("dataset", data), ("inner", inner), ("collate_fn", getattr(dl, "collate_fn", None))):
+            for name, value in getattr(x, "__dict__", {}).items():
+                if value is None or isinstance(value, GENERATORS):
+                    yield f"{i}.{part}.{name}", x, name
+
+
+def data_states(loaders: Iterable) -> dict[str, Any]:
+    """Return the states of the `data_generators` by their names, with `None` for those that are not made yet."""
+    found = {place: vars(part)[name] for place, part, name in data_generators(loaders)}
+    return {place: None if value is None else generator_state(value) for place, value in found.items()}
 
 
 def generator_state(generator: Any) -> Any:
