@@ -990,10 +990,10 @@ def is_of_torch(loss_func: Any) -> bool:
 
 def no_scalar(loss: Any) -> ValueError:
     """Return the error for a loss that is not a scalar."""
-    return ValueError(
-        f"the loss is not a scalar: loss_func returned {describe(loss)}; return a 0-dim tensor, for instance "
-        "its .mean() (reduction='mean')"
-    )
+    advice = "for instance its .mean() (reduction='mean')"
+    if isinstance(loss, Mapping | list | tuple):
+        advice = "such as the sum of its parts, each of which a callback can give to learn.log_metric(name, value)"
+    return ValueError(f"the loss is not a scalar: loss_func returned {describe(loss)}; return a 0-dim tensor, {advice}")
 
 
 def accept_no_loss(learn: "Learner") -> None:

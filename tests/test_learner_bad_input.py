@@ -237,6 +237,12 @@ def test_a_loss_must_be_a_scalar(made):
         make_learner(loss_func=made).fit(1)
 
 
+@pytest.mark.parametrize("made", [lambda p, y: {"error": (p - y).abs().mean()}, lambda p, y: (p.sum(), y.sum())])
+def test_several_losses_of_a_function_are_to_be_added(made):
+    with pytest.raises(ValueError, match=r"return a 0-dim tensor, such as the sum of its parts, .* learn\.log_metric"):
+        make_learner(loss_func=made).fit(1)
+
+
 def test_a_loss_function_without_return_is_told_so():
     def forgetful(pred, target):
         F.mse_loss(pred, target)
