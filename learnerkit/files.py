@@ -148,13 +148,42 @@ def name_or_any_path(name: str | AnyPath, directory: str = "the model directory"
     path = any_path(name)
     if isinstance(name, Path) or isinstance(path, StorePath):
         return path
-    path = path.expanduser()
+    path = of_home(path)
     if ".." in path.parts or not name.isprintable():
         raise ValueError(
             f"got the path {name[:80]!r}; one that is given as a str has no '..' and no control characters, so that no "
             "part of it leads elsewhere; pass a pathlib.Path if it is meant"
         )
     return path
+
+
+def of_home(path: Path) -> Path:
+    """Return a path with the home directory in place of `~` or `~user`.
+
+    Raises:
+        ValueError: there is no such user, or the user has no home directory.
+    """
+    try:
+        return path.expanduser()
+    except RuntimeError as e:
+        raise ValueError(
+            f"got the path {str(path)!r}: {path.parts[0]!r} is no home directory of this machine; give the whole path, "
+            f"or './{path}' if a folder has this name"
+        ) from e
+
+
+def followed(path: Path) -> Path:
+    """Return the absolute path to which symbolic links lead.
+
+    Raises:
+        CheckpointError: the links lead back to themselves.
+    """
+    try:
+        return path.resolve()
+    except RuntimeError as e:  # of Python before 3.13
+        raise CheckpointError(
+            f"{path} is, or lies below, a symbolic link that leads back to itself; remove it, or give another path"
+        ) from e
 
 
 def place_of(learn: "Learner", file: File) -> AnyPath | BinaryIO:
@@ -257,7 +286,7 @@ def replacing(file: AnyPath) -> Iterator[Path]:
         except OSError as e:
             raise CheckpointError(f"{file} cannot be written: {e}") from e
         return
-    file = file.resolve()  # A symbolic link stays, and leads to what is written.
+    file = followed(file)  # A symbolic link stays, and leads to what is written.
     if file.exists() and not (file.is_file() or file.is_dir()):
         raise CheckpointError(
             f"{file} is no regular file (a device, a pipe, or the like), and a new file would take its place: give "

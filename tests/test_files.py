@@ -19,7 +19,7 @@ from helpers import TwoOpts, halves, make_dls, make_learner, make_model, mostly_
 from torch import nn
 from torch.optim import SGD, AdamW
 
-from learnerkit import Callback, CheckpointError, Learner, files, values
+from learnerkit import Callback, CheckpointCallback, CheckpointError, CSVLogger, Learner, files, values
 from learnerkit.files import save_whole
 
 
@@ -898,6 +898,16 @@ def test_r28_a_compressed_file_is_refused_before_it_fills_the_memory(tmp_path):
     for file in (tmp_path / "bomb.pth", BytesIO((tmp_path / "bomb.pth").read_bytes())):
         with pytest.raises(CheckpointError, match="its parts are compressed, which torch.save never does"):
             make_learner().load(file)
+
+
+def test_a_home_of_nobody_and_a_link_to_itself_are_refused_in_words(tmp_path):
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for make in (make_learner().save, CheckpointCallback, CSVLogger):
+        with raises(ValueError, "got the path '~no_such_user/x'", "'~no_such_user' is no home directory"):
+            make("~no_such_user/x")
+    for make in (make_learner().save, CheckpointCallback, lambda file: make_learner(cbs=CSVLogger(file)).fit(1)):
+        with raises(CheckpointError, f"{tmp_path}/loop is, or lies below, a symbolic link that leads back to itself"):
+            make(f"{tmp_path}/loop")
 
 
 def test_what_killed_saves_have_left_is_removed(tmp_path):

@@ -34,7 +34,7 @@ from learnerkit.checkpoints.storage import (
 )
 from learnerkit.endings import mark
 from learnerkit.events import CancelEpochException, CancelFitException, CancelTrainException, FitDone
-from learnerkit.files import MANIFEST, CheckpointError, remove
+from learnerkit.files import MANIFEST, CheckpointError, followed, of_home, remove
 from learnerkit.marks import collective, not_collective
 from learnerkit.processes.rank_main import end_at_once
 from learnerkit.processes.requests import END, SAVE, Request
@@ -124,8 +124,10 @@ class CheckpointCallback(StepCounter):
             raise TypeError(f"got path={path!r}; it is the directory for the checkpoints of this run, such as 'runs/1'")
         arguments.check_count("keep", keep, "a number of checkpoints")
         # The path is absolute, because the script may change its directory between two checkpoints.
-        there = any_path(path)
-        self.path: AnyPath = there.expanduser().absolute() if isinstance(there, Path) else there
+        self.path: AnyPath = any_path(path)
+        if isinstance(self.path, Path):
+            self.path = of_home(self.path).absolute()
+            followed(self.path)  # This refuses a link that leads to itself.
         self.keep = keep
         self.resume, self.strict = bool(resume), strict
         self.every, self.save_on_signal = every, save_on_signal
@@ -549,13 +551,16 @@ class CheckpointCallback(StepCounter):
             The directory.
 
         Raises:
-            CheckpointError: there is no whole checkpoint, or the learner has no optimizer yet.
+            CheckpointError: there is no whole checkpoint, the learner has no optimizer yet, or the directory cannot be
+                made.
         """
         from torch.distributed import checkpoint as dcp
 
         to = any_path(path)
         if not distributed.is_main():
             return to
+        if isinstance(to, Path):
+            to = of_home(to)
         with distributed.alone():
             self._storage.wait()
             storages = [Storage(self.path), *(Storage(self.path / _ENDS / str(n)) for n in _numbers(self.path / _ENDS))]
@@ -568,6 +573,11 @@ class CheckpointCallback(StepCounter):
             if getattr(self.learn, "opt", None) is None:
                 raise CheckpointError("to_dcp needs the learner's optimizer, which a fit makes: call it after one")
             state["optimizer"] = _by_name(self.learn.opt, opt, unwrap(self.learn.model))
+        if isinstance(to, Path):
+            try:
+                to.mkdir(parents=True, exist_ok=True)
+            except OSError as e:  # torch would raise it as a text with many lines of its own
+                raise CheckpointError(f"{to} is no directory that can be written to: {e}") from e
         dcp.save(state, checkpoint_id=str(to), no_dist=True)
         return to
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from learnerkit.files import name_or_path, replacing
+from learnerkit.files import followed, name_or_path, replacing
 from learnerkit.loggers.logger import Logger, Record
 
 
@@ -31,7 +31,7 @@ class _FileLogger(Logger):
 
     def _path(self) -> Path:
         """Return the path of the file, to which links have led, and make its folder; the script may leave its own."""
-        path = (self.learn.path / self.fname if isinstance(self.fname, str) else self.fname).resolve()
+        path = followed(self.learn.path / self.fname if isinstance(self.fname, str) else self.fname)
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
 

@@ -776,6 +776,15 @@ def test_a_path_of_a_file_is_refused(tmp_path):
             make_learner(cbs=CheckpointCallback(path)).fit(1)
 
 
+def test_to_dcp_says_which_directory_cannot_be_made(tmp_path):
+    (tmp_path / "file").touch()
+    learn = make_learner(cbs=CheckpointCallback(tmp_path / "run"))
+    learn.fit(1)
+    for to in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(CheckpointError, match=f"^{to} is no directory that can be written to: "):
+            learn.checkpoint.to_dcp(to)
+
+
 def test_a_checkpoint_that_was_moved_and_linked_is_used_and_stays(tmp_path, whole):
     died = finished(make("plain", tmp_path / "run", Kill(9), keep=1, every=9), "plain")
     [newest] = (tmp_path / "run").glob("fit*")
