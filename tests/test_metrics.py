@@ -28,7 +28,7 @@ from learnerkit import (
 )
 from learnerkit.callbacks.tracking import TrackerCallback, ValidateEvery
 from learnerkit.losses import decode_of
-from learnerkit.metrics import make_meters
+from learnerkit.metrics import make_meters, metric_names
 
 PRED = torch.tensor([[2.0, 1.0, 0.0], [0.0, 1.0, 2.0], [1.0, 3.0, 2.0], [0.5, 0.1, 0.2]])
 TARGET = torch.tensor([0, 1, 1, 2])
@@ -406,6 +406,9 @@ def test_meters_have_the_names_of_their_metrics():
     metrics = [my_metric, partial(top_k_accuracy, k=2), rmse, AccumMetric(my_metric, name="all"), Classes()]
     assert [m.name for m in make_meters(metrics)] == ["my_metric", "top_k_accuracy", "rmse", "all", "classes"]
     assert [m.name for m in make_meters({"a": accuracy, "b": accuracy})] == ["a", "b"]
+    assert metric_names([partial(rmse, name="a"), partial(rmse), partial(perplexity, axis=1)]) == [
+        "a", "rmse", "perplexity"
+    ]  # fmt: skip
     assert make_meters(None) == []
     with pytest.raises(ValueError, match="two metrics are named \\['accuracy'\\]"):
         make_meters([accuracy, accuracy])

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from learnerkit.data.batches import concat, in_float32, on_host
-from learnerkit.losses import class_numbers, has_classes_in_dim_1, loss_option, unwrap_partial
+from learnerkit.losses import class_numbers, has_classes_in_dim_1, loss_option
 from learnerkit.metrics.functions import class_axis, counts, decoded_pair, numbers, wide
-from learnerkit.utils import listify
+from learnerkit.utils import listify, unbound
 from learnerkit.values import describe
 
 
@@ -263,6 +263,6 @@ def metric_name(metric: Any) -> str:
     """Return the column of a metric: its `name`, or the name of its function or class; a name is its own."""
     if isinstance(metric, str):
         return metric
-    inner = unwrap_partial(metric)
-    name: Any = getattr(inner, "name", None)
+    inner, options = unbound(metric)
+    name: Any = options.get("name") if isinstance(inner, type) else getattr(inner, "name", None)
     return name or getattr(inner, "__name__", type(inner).__name__.lower())
