@@ -209,6 +209,16 @@ def test_a_class_that_does_not_occur_has_no_part_in_the_area_under_the_curve():
     areas = [by_hand(y == c, y == c, scores[:, c])[3] for c in (0, 1)]
     assert learn.validate()[1] == pytest.approx(sum(areas) / 2)
     learn.dls = one_loader(TensorDataset(x, y.fill_(-100)), "abc")  # none is left
+    learn.metrics = OF_CLASSES
+    assert all(map(math.isnan, learn.validate()[1:]))
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("answer", [0, 1])
+def test_there_is_no_area_under_the_curve_where_all_answers_are_alike(answer):
+    learn = yes_or_no()
+    learn.metrics = "auc"
+    learn.dls.valid_ds.tensors[1].fill_(answer)
     assert math.isnan(learn.validate()[1])
 
 

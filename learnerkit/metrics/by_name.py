@@ -60,10 +60,22 @@ def _of_classes_that_occur(kind: Any) -> Any:
                 warnings.filterwarnings("ignore", message="No (positive|negative) samples in targets")
                 values: Tensor = super().compute()
             target = torch.cat(listify(self.target))
-            is_class = target == 1 if target.ndim > 1 else F.one_hot(target, len(values)) == 1
+            by_class = target.ndim > 1 or not values.ndim  # Of yes or no there is one curve.
+            is_class = target == 1 if by_class else F.one_hot(target, len(values)) == 1
             return values[is_class.any(0) & ~is_class.all(0)].mean()
 
     return OfClassesThatOccur
+
+
+def _of_targets_that_count(kind: Any) -> Any:
+    """Return a class of torchmetrics' whose value is NaN, rather than 0, where all targets are ignored."""
+
+    class OfTargetsThatCount(kind):
+        def compute(self) -> Tensor:
+            counted = (self.tp + self.fp + self.tn + self.fn).any()
+            return super().compute() if counted else torch.tensor(math.nan)
+
+    return OfTargetsThatCount
 
 
 class OfTorchmetrics:
@@ -119,8 +131,11 @@ class OfTorchmetrics:
         self._is_in_dim_1 = has_classes_in_dim_1(loss_func)
         self._rule = ACTIVATIONS[str(activates)] if name in _OF_PROBABILITIES else DECODINGS[str(decodes)]
         kind = getattr(classification if task else regression, task + _CLASSES[name])
-        if name == "auc" and task in options:
-            kind, options[task]["average"] = _of_classes_that_occur(kind), "none"
+        if name == "auc":
+            kind = _of_classes_that_occur(kind)
+            options.get(task, {})["average"] = "none"
+        elif task:
+            kind = _of_targets_that_count(kind)
         self.metric = kind(**options.get(task, {}))
 
     def given(self, pred: Tensor, target: Tensor) -> tuple[Tensor, tuple[Tensor]]:
