@@ -27,7 +27,7 @@ from learnerkit.stores.paths import AnyPath
 from learnerkit.utils import owner_of, warn
 
 _LESS_IS_BETTER = re.compile(
-    r"loss|error|perplexity|cross.?entropy|(?<![a-z0-9])(mse|rmse|mae|mape|nll|b?ce|ppl|wer|cer)(?![a-z0-9])",
+    r"loss|error|perplexity|cross.?entropy|(?<![a-z0-9])(mse|rmse|mae|mape|nll|b?ce|ppl|wer|cer|brier|ece|fid)(?![a-z0-9])",
     re.IGNORECASE,
 )
 _COMP = "it is a function of (value, best) that says whether the value is better, such as operator.lt or numpy.greater"
@@ -43,7 +43,8 @@ class TrackerCallback(NamedState):
         monitor: the column: 'train_loss', 'valid_loss', a metric, or what a callback logs and declares in its `logs`.
         comp: f(value, best) says whether the value is better: `operator.lt`, `numpy.greater`. By default less is
             better if the name contains 'loss', 'error', 'perplexity' or 'cross_entropy', or if one of its words is
-            'mse', 'rmse', 'mae', 'mape', 'nll', 'ce', 'bce', 'ppl', 'wer' or 'cer' (as in 'valid_rmse'); else more is.
+            'mse', 'rmse', 'mae', 'mape', 'nll', 'ce', 'bce', 'ppl', 'wer', 'cer', 'brier', 'ece' or 'fid' (as in
+            'valid_rmse'); else more is.
         min_delta: a new best must be better than the last one by more than this; 0 or more in either direction.
         reset_on_fit: forget the best of the earlier fits when a fit starts.
 

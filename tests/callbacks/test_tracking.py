@@ -125,7 +125,20 @@ def test_trackers_have_fastais_names_defaults_and_orders():
 @pytest.mark.parametrize(
     "name",
     ["train_loss", "valid_loss", "Loss", "error_rate", "MeanSquaredError", "mse", "rmse", "mae", "perplexity"]
-    + ["valid_rmse", "train_mae", "MSE", "val-mse", "nll", "WER", "ce", "valid_bce", "cross_entropy"],
+    + [
+        "valid_rmse",
+        "train_mae",
+        "MSE",
+        "val-mse",
+        "nll",
+        "WER",
+        "ce",
+        "valid_bce",
+        "cross_entropy",
+        "brier_score",
+        "ece",
+        "fid",
+    ],
 )
 def test_less_is_better_for_losses_and_errors(name):
     assert TrackerCallback(name).best == inf
