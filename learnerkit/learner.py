@@ -1040,9 +1040,12 @@ class Learner(RunState):
             probs: average probabilities, as in `get_preds`.
 
         Raises:
-            ValueError: there is no augmentation or no augmented reading, or predictions are not tensors.
+            ValueError: there is no augmentation or no augmented reading, `beta` is no share, or predictions are not
+                tensors.
         """
         arguments.check_count("n", n, "a number of augmented readings")
+        if beta is not None:
+            arguments.check_number("beta", beta, lambda share: 0 <= share <= 1, "a share from 0 to 1, or None")
         if (dl is None) == (batch_tfms is None):
             raise ValueError(
                 f"got dl={dl!r} and batch_tfms={batch_tfms!r}; tta takes one of them, a loader that augments or an "

@@ -453,6 +453,8 @@ def test_tta_needs_what_augments():
         learn.tta(batch_tfms=flips)
     with pytest.raises(ValueError, match="got n=0; it is a number of augmented readings, 1 or more"):
         learn.tta(n=0, batch_tfms=flips)
+    with pytest.raises(ValueError, match="got beta=7; it is a share from 0 to 1, or None"):
+        learn.tta(beta=7, batch_tfms=flips)
     learn.dls.targets = None
     with pytest.raises(ValueError, match="tta can average scores, and act= returns int64 tensor of shape"):
         learn.tta(batch_tfms=flips, act=lambda pred: pred.argmax(1))
