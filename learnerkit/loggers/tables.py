@@ -120,11 +120,19 @@ class JSONLogger(_FileLogger):
         config: values of your own for the first record, such as `vars(args)`.
 
     Raises:
-        TypeError, ValueError: arguments that cannot work.
+        TypeError, ValueError: arguments that cannot work; in `before_fit` a column of the table that is named 'step'.
     """
 
     def __init__(self, fname: str | Path = "history.jsonl", every: int = 1, config: Any = None) -> None:
         super().__init__(fname, every, config)
+
+    def before_fit(self) -> None:
+        super().before_fit()
+        if "step" in self.learn.recorder.metric_names:
+            raise ValueError(
+                f"a column of the table is named 'step', which {self!r} writes for each record itself; give the metric "
+                "another name: metrics={'name': metric}"
+            )
 
     def _open(self) -> Any:
         path = self._path()

@@ -256,6 +256,13 @@ def test_a_fit_that_failed_and_is_tried_again_from_a_checkpoint_has_no_doubles(t
     assert [row["epoch"] for row in table()] == ["0", "1"]
 
 
+def test_a_metric_with_the_name_that_each_record_has_for_its_step_is_refused():
+    learn = learner(JSONLogger())
+    learn.metrics = {"step": mae}
+    with raises(ValueError, "named 'step', which JSONLogger", "writes for each record itself; give the metric another"):
+        learn.fit(1)
+
+
 def test_a_name_that_a_record_of_a_step_has_already_is_refused():
     for name in ("loss", "lr", "step", "momentum"):
         log = Callback(after_step=lambda cb, name=name: cb.learn.log_metric(name, -7))
