@@ -145,6 +145,8 @@ def test_collectives_combine_the_values_of_all_ranks():
     assert distributed.reduce(torch.tensor([True, rank == 0]), "mean").tolist() == pytest.approx([1, 1 / n])
     with raises(TypeError, "reduce got a list; it takes a tensor or a number"):
         distributed.reduce([1, 2])
+    with raises(TypeError, "reduce got op='max' and a sparse tensor; it takes 'sum' or 'mean' of these"):
+        distributed.reduce(torch.eye(2).to_sparse(), "max")
     for src in (n, -1):
         with raises(ValueError, f"broadcast got src={src}; the ranks are 0 to {n - 1}"):
             distributed.broadcast(1, src)

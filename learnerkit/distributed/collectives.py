@@ -201,13 +201,15 @@ def reduce(x: T, op: str = "sum", among: str = "") -> T:
         among: used by this package: the kind of the message, as in `group`.
 
     Raises:
-        TypeError: neither a tensor nor a number.
+        TypeError: neither a tensor nor a number; or the maximum or minimum of a sparse tensor.
         ValueError: an unknown `op`.
     """
     if not isinstance(x, Tensor | Number) and getattr(x, "ndim", None) != 0:  # numpy's bool is no `Number`
         raise TypeError(f"reduce got a {type(x).__name__}; it takes a tensor or a number (all_gather takes anything)")
     if op not in _OPS:
         raise ValueError(f"reduce got op={op!r}; it takes 'sum', 'mean', 'max' or 'min'")
+    if op in ("max", "min") and isinstance(x, Tensor) and x.layout != torch.strided:
+        raise TypeError(f"reduce got op={op!r} and a sparse tensor; it takes 'sum' or 'mean' of these: x.to_dense()")
     if not _has_peers("reduce"):
         return x
     wide = torch.float64 if isinstance(x, float) else torch.complex128 if isinstance(x, complex) else None
