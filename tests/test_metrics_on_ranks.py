@@ -7,6 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from helpers import raises
 from metric_catalogue import (
     LEFT_OUT,
     TORCHEVAL_LEFT_OUT,
@@ -312,6 +313,20 @@ def difference_batches():
     return [tuple(torch.rand(2, n, generator=generator, dtype=torch.float64)) for n in (4, 3, 5, 2)]
 
 
+class Joining(Metric):
+    """Replaces the item of a list that ranks join."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("all", [], "cat")
+
+    def update(self, pred, target):
+        self.all = [torch.cat([*self.all, pred])]
+
+    def compute(self):
+        return torch.cat(self.all)[0]
+
+
 @pytest.mark.ranks(2, soak=[3])
 def test_classes_of_users_equal_one_process():
     for new in (Listing, Careless, Wrapping, Merging):
@@ -330,8 +345,19 @@ def test_what_cannot_be_combined_is_refused_by_name():
         on_ranks(Mean(), difference_batches(), (0, 1, 0, 1))
     with pytest.raises(ValueError, match="metric 'm' cannot be combined.*items from 'last' of Window.*AccumMetric"):
         on_ranks(Window(), difference_batches() * 2, (0, 1) * 4)
+    with pytest.raises(ValueError, match="metric 'm' cannot be.*items from 'all' of Joining.*or replaces them"):
+        on_ranks(Joining(), difference_batches(), (0, 1, 0, 1))
     with pytest.raises(RuntimeError, match="compute of the metric 'm' called .*all ranks then; leave the commun"):
         on_ranks(Communicating(), difference_batches(), (0, 0, 0, 1))
+
+
+@pytest.mark.ranks(2)
+def test_a_metric_that_pickle_does_not_take_is_named():
+    class Local(Merging):
+        pass
+
+    with raises((AttributeError, pickle.PicklingError), "the metric 'm' goes from rank to rank by pickle"):
+        on_ranks(Local(), difference_batches(), (0, 1, 0, 1))
 
 
 @pytest.mark.ranks(2)

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import pickle
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
@@ -407,6 +408,7 @@ class StatesMeter(_CombiningMeter):
         super().reset()
         self._holders = holders_of(self.metric)
         self._places: dict[tuple[int, str], list] = {}  # the places of the items of list states
+        self._newest: dict[tuple[int, str], Any] = {}  # the last of these items, if it was added in this process
         self._of_this_rank()
 
     def _of_this_rank(self) -> None:
@@ -422,14 +424,18 @@ class StatesMeter(_CombiningMeter):
         for i, holder in enumerate(self._holders):
             for name in (name for name, (_, how) in holder.states.items() if how == "cat"):
                 places, value = self._places.setdefault((i, name), []), getattr(holder.object, name)
-                new = len(value) - len(places)
-                if new < 0 or not isinstance(value, list):
+                new, newest = len(value) - len(places), self._newest.get((i, name))
+                is_list = new >= 0 and isinstance(value, list)
+                # torchmetrics moves the items of its lists between devices.
+                is_ours = is_list and newest is not None and isinstance(holder.object, Metric)
+                if not is_list or (is_ours and value[len(places) - 1] is not newest):
                     raise ValueError(
                         f"metric {self.name!r} cannot be combined over the ranks: an update takes items from {name!r} "
-                        f"of {type(holder.object).__name__}, a list that ranks join; take an AccumMetric"
-                        " (errors.html#metric-ranks)"
+                        f"of {type(holder.object).__name__}, a list that ranks join in the order of the data, or "
+                        "replaces them: let it append items alone, or take an AccumMetric (errors.html#metric-ranks)"
                     )
                 places += [(place, k) for k in range(new)]
+                self._newest[i, name] = value[-1] if value else None
 
     def depends_on_cut(self, size: int, pred: Any, targets: tuple) -> bool:
         def value(batches: list) -> float:
@@ -446,7 +452,7 @@ class StatesMeter(_CombiningMeter):
 
     def load_state_dict(self, state: State) -> None:
         super().load_state_dict(state)
-        self._places = state["places"]
+        self._places, self._newest = state["places"], {}
 
     def _read(self) -> Any:
         counts = [libraries.update_count(metric) for metric in known_torchmetrics(self._holders)]
@@ -501,7 +507,15 @@ class MergingMeter(_CombiningMeter):
     def _combine(self) -> None:
         is_known = libraries.is_torcheval(self.metric)
         mine = on_host(self._own) if is_known else self.metric
-        everyone = distributed.all_gather((self._has_seen, mine))
+        try:
+            everyone = distributed.all_gather((self._has_seen, mine))
+        except (AttributeError, TypeError, pickle.PicklingError) as e:
+            add_note_once(
+                e,
+                f"the metric {self.name!r} goes from rank to rank by pickle, with all its attributes: define its class "
+                "at the top of a module, and keep in it what pickle takes",
+            )
+            raise
         first, *rest = [state for has_seen, state in everyone if has_seen] or [mine]
         if is_known:
             others = [_loaded(copy.deepcopy(self.metric), state) for state in rest]
