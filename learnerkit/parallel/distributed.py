@@ -128,6 +128,15 @@ class DistributedCallback(Callback):
         self.shard = shard if isinstance(shard, bool) else listify(shard)
         self.reshard_after_forward, self.offload = reshard_after_forward, offload
         self.sync = sync
+        flags = {
+            "sync_bn": sync_bn, "split_batches": split_batches, "find_unused_parameters": find_unused_parameters,
+            "sharded": sharded, "reshard_after_forward": reshard_after_forward, "offload": offload, "sync": sync,
+        }  # fmt: skip
+        for name, flag in flags.items():
+            if flag is not None and flag not in (True, False):  # the truth of a text such as "no" is True
+                raise ValueError(f"got {name}={flag!r}; it is True or False")
+        if self.shard == []:
+            raise ValueError("got shard=[], and no unit to shard; it is True, False, or names and classes of modules")
         if uneven not in ("stop", "join"):
             raise ValueError(f"got uneven={uneven!r}; it takes 'stop' or 'join'")
         if comm_hook not in (None, *COMM_HOOKS):

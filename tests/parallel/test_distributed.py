@@ -35,6 +35,14 @@ def test_nproc_in_a_script_names_the_launcher():
         make_learner().distrib_ctx(nproc=2)
 
 
+def test_flags_are_no_texts_and_a_list_of_units_has_one():
+    for name in ("split_batches", "sync_bn", "sharded", "find_unused_parameters"):
+        with pytest.raises(ValueError, match=f"got {name}='no'; it is True or False"):
+            make_learner().distrib_ctx(**{name: "no"})
+    with pytest.raises(ValueError, match=r"got shard=\[\], and no unit to shard; it is True, False, or names and"):
+        make_learner().to_distributed(shard=[])
+
+
 def test_a_device_is_left_to_the_processes():
     with pytest.raises(TypeError, match="got the argument 'cuda_id'.*each process takes the device of its local rank"):
         make_learner().distrib_ctx(cuda_id=0)
