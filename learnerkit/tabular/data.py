@@ -4,6 +4,7 @@ import json
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -223,9 +224,13 @@ class TabularData:
         if missing := int(column.isna().sum()):
             raise ValueError(f"{missing} values of {self.target.name!r} are missing; leave these rows out (df.dropna)")
         if isinstance(self.target, Numbers):
-            values = numbers_in(column)
+            with np.errstate(over="ignore"):
+                values = numbers_in(column).astype(np.float32)
             if not np.isfinite(values).all():
-                raise ValueError(f"some values of {self.target.name!r} are infinite; leave these rows out")
+                raise ValueError(
+                    f"some values of {self.target.name!r} are infinite, or above the 3.4e38 of float32; leave these "
+                    "rows out, or divide the column"
+                )
             return TensorDataset(*self._encoded(frame), _stack([values], len(frame), np.float32))
         classes = self.target.encode(column) - 1
         if (classes < 0).any():
@@ -368,7 +373,14 @@ def _as_frame(rows: Rows) -> "DataFrame":
             f"got a {type(others[0]).__name__} for a row; a row is a mapping by column, or a Series "
             "such as frame.iloc[0]"
         )
-    return pd.DataFrame([dict(row) for row in rows]).infer_objects()
+    frame = pd.DataFrame([dict(row) for row in rows]).infer_objects()
+    for name in frame.columns[frame.dtypes == np.float64]:
+        # Of whole numbers with a gap pandas has made floats, which have 53 bits.
+        if 2**53 <= frame[name].abs().max() < 2**63:
+            values = [None if pd.isna(value := row.get(name)) else value for row in rows]
+            if all(isinstance(value, Integral | None) for value in values):
+                frame[name] = pd.array(values, "Int64")
+    return frame
 
 
 def _check_columns(frame: "DataFrame", names: list) -> None:

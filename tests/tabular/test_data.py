@@ -364,6 +364,9 @@ def test_what_cannot_be_is_refused():
         ("1 values of 'sold' are missing",): {"frame": frame.assign(sold=[None, *frame["sold"][1:]])},
         ("nothing to learn", "'no'"): {"frame": frame.assign(sold="no")},
         ("infinite",): {"frame": frame.assign(price=[np.inf, *frame["price"][1:]]), "y": "price"},
+        ("infinite, or above the 3.4e38 of float32",): {
+            "frame": frame.assign(price=[1e39, *frame["price"][1:]]), "y": "price",
+        },
         ("no row of the training part has 'sold' = 'maybe'",): {
             "frame": frame.assign(sold=["maybe", *frame["sold"][1:]]), "valid": [0],
         },
@@ -431,6 +434,14 @@ def test_large_whole_numbers_of_a_request_may_be_text():
     ids = [2**62 + i for i in range(3)]
     column = Categories.of(pd.Series(ids, name="id"))
     assert column.encode(pd.Series([*map(str, ids), "", " 1.5 ", "1" * 400], name="id")).tolist() == [1, 2, 3, 0, 0, 0]
+
+
+@pytest.mark.parametrize("gap", [{"id": None}, {"id": np.nan}, {}])
+def test_large_whole_numbers_in_rows_stay_exact_beside_a_gap(gap):
+    ids = [2**62 + i for i in range(3)]
+    data = TabularData.from_df([{"id": i, "x": 0.5, "y": i % 2} for i in ids], "y", ["id"], ["x"], None)
+    cats, _ = data.encode([{"id": ids[0], "x": 1}, {"x": 1, **gap}, {"id": ids[2], "x": None}])
+    assert cats.tolist() == [[1], [0], [3]]
 
 
 def test_times_with_and_without_a_zone_are_of_two_kinds():
