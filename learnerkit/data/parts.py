@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from learnerkit.text import did_you_mean, first_few
+from learnerkit.values import describe
 
 
 def check_columns(frame: Any, names: Iterable[Any]) -> None:
@@ -24,6 +25,12 @@ def check_columns(frame: Any, names: Iterable[Any]) -> None:
             raise ValueError(f"there is no column {name!r}; the frame has {first_few(frame.columns, n=20)}{near}")
 
 
+def _array(valid: Any) -> np.ndarray:
+    """Return an array, of truth values if these are objects, as in a frame that was joined with another."""
+    rows = np.asarray(valid)
+    return np.array(rows.tolist()) if rows.dtype == object and {*map(type, rows.flat)} == {bool} else rows
+
+
 def held_out(valid: Any, groups: Any, seed: int) -> np.ndarray:
     """Return a mask of the rows to validate on.
 
@@ -37,14 +44,14 @@ def held_out(valid: Any, groups: Any, seed: int) -> np.ndarray:
         ValueError: another `valid`, or one that leaves no row to train on or to validate on.
     """
     groups = np.asarray(groups)
-    n = len(groups)
+    n, got = len(groups), describe(np.asarray(valid)) if hasattr(valid, "dtype") else repr(valid)
     mask = np.zeros(n, bool)
     if isinstance(valid, float) and 0 < valid < 1:
         order = torch.randperm(n, generator=torch.Generator().manual_seed(seed)).numpy()
         for group in np.unique(groups):
             rows = order[groups[order] == group]
             mask[rows[: min(round(len(rows) * valid), len(rows) - 1)]] = True
-    elif (rows := np.asarray([] if valid is None else valid)).dtype == bool and rows.shape == (n,):
+    elif (rows := _array([] if valid is None else valid)).dtype == bool and rows.shape == (n,):
         mask = rows
     elif valid is None or (
         rows.dtype.kind in "iu" and rows.ndim == 1 and len(rows) and -1 < min(rows) <= max(rows) < n
@@ -52,13 +59,13 @@ def held_out(valid: Any, groups: Any, seed: int) -> np.ndarray:
         mask[rows.astype(int)] = True
     else:
         raise ValueError(
-            f"got valid={valid!r}; it is a share between 0 and 1, a mask of the {n:,} rows, a list of row numbers from "
+            f"got valid={got}; it is a share between 0 and 1, a mask of the {n:,} rows, a list of row numbers from "
             "0 to the last, or None"
         )
     if mask.all() or (valid is not None and not mask.any()):
         several = isinstance(valid, float) and len(np.unique(groups)) > 1
         raise ValueError(
-            f"valid={valid!r} leaves {n - mask.sum()} rows to train on and {mask.sum()} to validate on"
+            f"valid={got} leaves {n - mask.sum()} rows to train on and {mask.sum()} to validate on"
             + f"; it is a share of each of the {len(np.unique(groups)):,} classes" * several
         )
     return mask

@@ -17,7 +17,9 @@ def test_a_share_takes_as_many_of_each_group_and_leaves_one_to_train_on():
     assert not held_out(0.9, groups, seed=1)[groups == "c"].any()
 
 
-@pytest.mark.parametrize("valid", [[1, 3], range(1, 4, 2), np.array([3, 1]), [False, True, False, True]])
+@pytest.mark.parametrize(
+    "valid", [[1, 3], range(1, 4, 2), np.array([3, 1]), [False, True, False, True], np.array([False, True] * 2, object)]
+)
 def test_rows_are_held_out_by_number_or_mask(valid):
     assert held_out(valid, np.zeros(4), 0).tolist() == [False, True, False, True]
 
@@ -30,6 +32,8 @@ def test_valid_none_holds_out_no_row():
 def test_a_valid_that_names_no_part_is_refused(valid):
     with raises(ValueError, "it is a share between 0 and 1, a mask of the 4 rows, a list of row numbers"):
         held_out(valid, np.zeros(4), 0)
+    with raises(ValueError, "got valid=object array of shape (4,); it is a share"):
+        held_out(np.array([True, None, False, False]), np.zeros(4), 0)
     with raises(ValueError, "leaves 0 rows to train on"):
         held_out(range(4), np.zeros(4), 0)
     with raises(ValueError, "leaves 4 rows to train on and 0 to validate on; it is a share of each of the 4 classes"):
