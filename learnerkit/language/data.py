@@ -211,13 +211,20 @@ class TextData:
             seq_len: predictions in a block of a language model.
             weights: by which texts with classes are drawn in training, as in `DataLoaders.from_datasets`.
             device: as for `DataLoaders`.
-            kwargs: for `torch.utils.data.DataLoader`.
+            kwargs: for `torch.utils.data.DataLoader`, but not how it makes batches of texts with classes.
 
         Raises:
+            TypeError: a keyword that is unknown, or says how batches are made.
             ValueError: `weights` for a language model, or such as do not fit the texts.
         """
         own = ["tokens", "seq_len", "weights", "device"]
         check_keywords("TextData.dataloaders", kwargs, [*own, *signature(DataLoader).parameters])
+        made = {"collate_fn"} | (set() if self.classes is None else _OF_LENGTHS)
+        if refused := sorted(made & {*kwargs}):
+            raise TypeError(
+                f"TextData.dataloaders() got {refused[0]}=, and makes the batches of texts itself, by their lengths: "
+                "tokens= says how large they are, weights= which texts are drawn"
+            )
         if weights is not None and self.classes is None:
             raise ValueError("got weights= for a language model, whose texts are one stream of tokens without classes")
         if self.train_ds is None:
@@ -267,6 +274,10 @@ class TextData:
         """Read what `to_json` wrote: the same data without the texts."""
         facts = json.loads(text)
         return cls(TextCodec.from_json(facts["codec"]), facts["classes"])
+
+
+_OF_LENGTHS = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"}
+"""The arguments of torch's loader that a batch sampler takes the place of."""
 
 
 class TextDataLoaders(DataLoaders):

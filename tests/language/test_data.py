@@ -62,6 +62,13 @@ def test_batches_are_padded_masked_and_within_the_budget():
         assert sorted(texts) == sorted((dls.data.decode(sample), int(sample["labels"])) for sample in ds)
 
 
+def test_batches_of_texts_are_not_said_by_the_options_of_torchs_loader():
+    for name, value in {"batch_size": 4, "batch_sampler": [[0]], "collate_fn": list}.items():
+        with raises(TypeError, f"TextData.dataloaders() got {name}=", "tokens= says how large they are"):
+            make_data().dataloaders(**{name: value})
+    assert len(make_stream().dataloaders(batch_size=2).train.dataset) > 0
+
+
 def test_a_model_learns_the_classes_and_predicts_texts_in_their_order():
     set_seed(1)
     dls = make_data().dataloaders(tokens=64, device="cpu")
