@@ -151,7 +151,8 @@ def freeze_to(groups: list[dict[str, Any]], n: int, kept: Iterable[nn.Parameter]
     for i, group in enumerate(groups):
         for p in group["params"]:
             if p.is_floating_point() or p.is_complex():  # others, such as quantised weights, cannot have gradients
-                p.requires_grad_(i >= n % len(groups) or id(p) in kept_ids)
+                # As an attribute, it can be set before a lazy layer has a shape.
+                p.requires_grad = i >= n % len(groups) or id(p) in kept_ids
 
 
 def make_groups(model: nn.Module, splitter: Callable[[nn.Module], Iterable] | None) -> list[dict]:

@@ -1120,6 +1120,14 @@ def test_an_empty_group_counts(empty):
     assert [g["lr"] for g in learn.opt.param_groups] == [rate for i, rate in enumerate([0.1, 0.2, 0.3]) if i != empty]
 
 
+def test_layers_without_a_shape_are_frozen_and_unfrozen():
+    model = nn.Sequential(nn.LazyLinear(4), nn.LazyLinear(1))
+    learn = make_learner(model=model, splitter=lambda m: [[*m[0].parameters()], [*m[1].parameters()]])
+    learn.freeze()
+    learn.fit(1)
+    assert [p.requires_grad for p in model.parameters()] == [False, False, True, True]
+
+
 def test_parameters_of_whole_numbers_cannot_be_trained():
     model = normed()
     model.scale = nn.Parameter(torch.ones(2, dtype=torch.int8), requires_grad=False)
