@@ -151,7 +151,8 @@ class ImageData:
                 a y. Of 'classes' each is named after a class, and has 1 or 0. Of 'boxes' five have x0, y0, x1, y1 and
                 the label of one box; the rows of one picture belong together, and a row with five missing values stands
                 for no box.
-            valid: as for `from_items`; or the name of a column that is true in the rows to validate on.
+            valid: as for `from_items`; a mask of the rows; or the name of a column that is true in the rows to validate
+                on.
             path: the folder in which the files are, those of masks too; or a URL, as for `from_folder`.
             reading: `seed`, `delim` and others, as for `from_items`.
 
@@ -189,6 +190,10 @@ class ImageData:
                     is_number = isinstance(row[4], float) and row[4].is_integer()
                     targets[item]["labels"].append(int(row[4]) if is_number else row[4])
             rows = list(targets.values())
+            flags = df[valid].tolist() if isinstance(valid, str) else valid
+            is_mask = np.shape(flags) == (len(df),) and {*map(type, flags)} <= {bool, np.bool_}
+            if isinstance(valid, str) or is_mask:
+                valid = _by_picture(df[image], flags)
             df = df.drop_duplicates(image)
         elif kind == "masks":
             rows = [Path(path, row) for row in rows]
@@ -417,6 +422,15 @@ def _check_names(labels: Iterable) -> None:
         raise ValueError(f"got the labels {first_few(sorted(wrong))}; labels are text or whole numbers")
     if len({isinstance(label, str) for label in labels}) > 1:
         raise ValueError("got labels of text and of numbers; all of them are text, or all are whole numbers")
+
+
+def _by_picture(rows: Iterable, flags: Iterable) -> list[bool]:
+    """Return a flag for each picture, of flags for the rows of boxes, each of which names its picture."""
+    pairs = list(zip(rows, flags, strict=True))
+    found = dict(pairs)
+    if both := [item for item, flag in pairs if found[item] != flag]:
+        raise ValueError(f"valid= is true for some rows of {both[0]!r} and false for others; a picture is in one part")
+    return list(map(bool, found.values()))
 
 
 def _in_lists(samples: list[tuple]) -> tuple:

@@ -103,6 +103,11 @@ def test_rows_of_one_picture_are_its_boxes(table):
     data = data_of(twice, "boxes")
     assert (len(data.train_ds), len(data.valid_ds)) == (24, 6)
     boxes = data.valid_ds[0][1]
+    masked = data_of(twice, "boxes", valid=twice["held"])
+    assert (len(masked.train_ds), len(masked.valid_ds)) == (24, 6)
+    for valid in ("held", [*rows["held"], *~rows["held"]]):
+        with raises(ValueError, "valid= is true for some rows of", "a picture is in one part"):
+            data_of(twice.assign(held=[*rows["held"], *~rows["held"]]), "boxes", valid=valid)
     assert len(boxes["boxes"]) == 2
     assert boxes["boxes"][1, :2].tolist() == [0, 0]
     with raises(ValueError, "got 4 columns of boxes; they are five: x0, y0, x1, y1 and the label"):
