@@ -120,6 +120,12 @@ def vision_learner(
     model = nn.Sequential(OrderedDict(parts | {"body": body, "head": custom_head}))
     loss, metric = _BY_TARGETS.get(dls.targets, (nn.CrossEntropyLoss, None))
     loss_func = class_loss(dls, loss_func, loss(), class_weights)
+    n_weights = None if class_weights is None else len(getattr(loss_func, "weight", ()))
+    if n_weights is not None and n_out not in (None, n_weights):
+        raise ValueError(
+            f"got class_weights= for {n_weights} classes and n_out={n_out}; leave n_out out, or name "
+            "all classes by DataLoaders(classes=[...])"
+        )
     metrics = metric if metrics is None else metrics
     learn = Learner(dls, model, loss_func, splitter=splitter or split_layers, metrics=metrics, **learner_kwargs)
     if is_pretrained:

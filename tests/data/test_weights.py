@@ -206,6 +206,9 @@ def test_class_weights_that_do_not_fit_the_loss_or_the_loaders_are_refused():
         loss_of({"no": 1})
     with raises(ValueError, "got class_weights='balanced', and the classes of the training samples are not known"):
         class_loss(DataLoaders([1]), None, nn.CrossEntropyLoss(), "balanced")
+    data, make = kinds()["pictures"]
+    with raises(ValueError, "got class_weights= for 2 classes and n_out=5; leave n_out out"):
+        make(data.dataloaders(device="cpu"), n_out=5, class_weights="balanced")
     assert class_loss(DataLoaders([1]), None, nn.CrossEntropyLoss(), [1, 2, 3]).weight.tolist() == [1, 2, 3]
 
 
