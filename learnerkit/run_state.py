@@ -207,8 +207,9 @@ def own_attributes(cb: Callback, first: Mapping[str, Any] | None = None) -> Stat
 
     Returns:
         The attributes as 'values', the names of those with tensors on an accelerator as 'on_device', the classes of
-        sets, deques and dicts of other classes as 'containers', the states of random generators as 'generators', and
-        the names of attributes that seem to be state and cannot be saved as 'lost'; an empty dict if there are none.
+        sets, deques, dicts of other classes, bytes and complex numbers as 'containers', the states of random generators
+        as 'generators', and the names of attributes that seem to be state and cannot be saved as 'lost'; an empty dict
+        if there are none.
     """
     if is_ours(type(cb)):
         return {}
@@ -244,13 +245,15 @@ def _is_state(value: Any, apart: set[int], depth: int = _DEEP) -> bool:
     """Tell whether a value that cannot be saved seems to be state.
 
     Sets, deques, dataclass objects, named tuples, iterators other than files, and tensors and modules that are not the
-    model's are, also in containers; and dicts of other classes of the standard library in containers.
+    model's are, also in containers; and in containers dicts of other classes of the standard library, bytes and complex
+    numbers.
     """
     if isinstance(value, Tensor | nn.Module):
         return id(value) not in apart
     if isinstance(value, set | deque) or (isinstance(value, Iterator) and not isinstance(value, IOBase)):
         return True
-    if hasattr(type(value), "_fields") or (depth < _DEEP and isinstance(value, defaultdict | Counter | OrderedDict)):
+    inner = (defaultdict, Counter, OrderedDict, bytes, complex)
+    if hasattr(type(value), "_fields") or (depth < _DEEP and isinstance(value, inner)):
         return True
     if is_dataclass(value):
         return not isinstance(value, type)
@@ -268,6 +271,8 @@ def savable(cb: Callback) -> State:
             value = list(value)
         elif isinstance(value, dict):
             value = dict(value)
+        elif type(value) in (bytes, complex):  # files have neither, but arrays and numbers of numpy
+            value = np.frombuffer(value, np.uint8) if type(value) is bytes else np.complex128(value)
         with suppress(RecursionError):  # a list may contain itself
             if _bytes_of(value, apart) <= _LARGEST:
                 found[name] = value
@@ -304,7 +309,9 @@ def _noted(value: Any) -> Any:
     return map_batch(of_tensor, value, of_other)
 
 
-_MADE: dict[str, Callable[[Any], Any]] = {kind.__name__: kind for kind in (set, deque, Counter, OrderedDict)}
+_MADE: dict[str, Callable[[Any], Any]] = {
+    kind.__name__: kind for kind in (set, deque, Counter, OrderedDict, bytes, complex)
+}  # fmt: skip
 _NOT_STATE = ("learn", "order", "run", "run_train", "run_valid")
 _LARGEST = 2**28  # the size of the largest attribute that is saved, in bytes
 _SMALL = 2**16  # the size of the largest attribute that is compared by value, in bytes

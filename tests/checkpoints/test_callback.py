@@ -267,6 +267,7 @@ class Anneals(Callback):
     def __init__(self, factor=1.0):
         self.factor, self.last, self.seen, self.counts = factor, deque(maxlen=2), {"none"}, Counter()
         self.drawn = None
+        self.text, self.phase = b"", 0j
         self.by_step, self.by_pair = defaultdict(list), {}
 
     def before_batch(self):
@@ -276,6 +277,7 @@ class Anneals(Callback):
 
     def after_step(self):
         self.factor *= 0.5
+        self.text, self.phase = self.text + bytes([self.train_iter]), self.phase * 1j + 1
         self.last.append(self.opt.param_groups[0]["params"][0].detach().sum())
         self.seen.add(self.train_iter)
         self.counts[self.train_iter % 3] += 1
@@ -313,14 +315,14 @@ def test_arguments_that_a_fit_changes_and_containers_of_all_kinds_come_back(chan
         with learn.no_logging(), suppress(Killed):
             learn.fit(2)
         cb = learn.anneals
-        return cb.factor, cb.last, cb.seen, cb.counts, cb.by_step, cb.by_pair, cb.drawn
+        return cb.factor, cb.last, cb.seen, cb.counts, cb.by_step, cb.by_pair, cb.drawn, cb.text, cb.phase
 
     run(Kill(7), CheckpointCallback(tmp_path, every=7))
     told = pytest.warns(UserWarning, match="factor: 1.0, now 7.0") if changed else nullcontext()
     with told:
         found = run(Kill(), CheckpointCallback(tmp_path, every=7, resume=True), **changed)
     assert found == run(Kill())
-    assert [type(x) for x in found] == [float, deque, set, Counter, defaultdict, dict, set]
+    assert [type(x) for x in found] == [float, deque, set, Counter, defaultdict, dict, set, bytes, complex]
     assert found[1].maxlen == 2
 
 
@@ -734,6 +736,7 @@ class Rows(Callback):
     def __init__(self):
         super().__init__()
         self.best, self.counts, self.plain = Best(0, 1.0), {"step": Counter()}, {"step": {}}
+        self.marks = [b"mark"]
 
 
 Best = namedtuple("Best", "epoch loss")
@@ -757,7 +760,7 @@ class Nothing(Forgets):
     ("kind", "names"),
     [
         (Forgets, "Forgets.net, Forgets.place, Forgets.more, Forgets.rows, Forgets.seen"),
-        (Rows, "Rows.best, Rows.counts"),
+        (Rows, "Rows.best, Rows.counts, Rows.marks"),
     ],
 )
 def test_callbacks_that_hold_tensors_or_modules_and_have_no_state_are_named(kind, names, tmp_path):
