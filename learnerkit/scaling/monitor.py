@@ -19,7 +19,8 @@ class ScalingMonitor(Callback):
     `waiting` is the share of an epoch's steps in which a rank waits for input or for the gradients of others, as a mean
     over the ranks; `slowest_rank` the one that is busy the longest before its gradients are ready: where few wait, that
     is chance. Use `learn.scaling_report()` to find the cause. It never waits for the device: on an accelerator waiting
-    for input is the host's.
+    for input is the host's. The time that other callbacks take in the epoch counts, too, with that of the validations
+    of `ValidateEvery`.
 
     Args:
         every: steps between the exchanges of these numbers among the ranks.
