@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from learnerkit.callback import running
 from learnerkit.files import followed, name_or_path, replacing
 from learnerkit.loggers.logger import Logger, Record
 
@@ -29,9 +30,19 @@ class _FileLogger(Logger):
             raise TypeError(f"got fname={fname!r}; it is a name inside learn.path, or a path")
         self.fname = name_or_path(fname, "learn.path")
 
+    def before_fit(self) -> None:
+        super().before_fit()
+        others = [cb for cb in running(self.learn.cbs, _FileLogger) if cb is not self and cb._place() == self._place()]
+        if others:
+            raise ValueError(f"{self!r} and {others[0]!r} write to the same file, {self._place()}; give each its own")
+
+    def _place(self) -> Path:
+        """Return the path of the file, to which links have led."""
+        return followed(self.learn.path / self.fname if isinstance(self.fname, str) else self.fname)
+
     def _path(self) -> Path:
-        """Return the path of the file, to which links have led, and make its folder; the script may leave its own."""
-        path = followed(self.learn.path / self.fname if isinstance(self.fname, str) else self.fname)
+        """Return the path of the file, and make its folder; the script may leave its own."""
+        path = self._place()
         path.parent.mkdir(parents=True, exist_ok=True)
         return path
 
@@ -47,7 +58,7 @@ class CSVLogger(_FileLogger):
         append: add to the rows that are in the file.
 
     Raises:
-        TypeError, ValueError: no plain name and no path.
+        TypeError, ValueError: no plain name and no path; in `before_fit` another logger that writes to the same file.
     """
 
     order = 102  # after ValidateEvery has added its row
@@ -120,7 +131,8 @@ class JSONLogger(_FileLogger):
         config: values of your own for the first record, such as `vars(args)`.
 
     Raises:
-        TypeError, ValueError: arguments that cannot work; in `before_fit` a column of the table that is named 'step'.
+        TypeError, ValueError: arguments that cannot work; in `before_fit` a column of the table that is named 'step',
+            or another logger that writes to the same file.
     """
 
     def __init__(self, fname: str | Path = "history.jsonl", every: int = 1, config: Any = None) -> None:

@@ -256,6 +256,13 @@ def test_a_fit_that_failed_and_is_tried_again_from_a_checkpoint_has_no_doubles(t
     assert [row["epoch"] for row in table()] == ["0", "1"]
 
 
+def test_two_loggers_of_one_file_are_refused():
+    for other in (CSVLogger(Path("a.csv").absolute(), append=True), JSONLogger("a.csv")):
+        with raises(ValueError, "write to the same file,", "a.csv; give each its own"):
+            learner(CSVLogger("a.csv"), other).fit(1)
+    learner(CSVLogger("a.csv"), CSVLogger("b.csv")).fit(1)
+
+
 def test_a_metric_with_the_name_that_each_record_has_for_its_step_is_refused():
     learn = learner(JSONLogger())
     learn.metrics = {"step": mae}
