@@ -17,6 +17,8 @@ from learnerkit import distributed
 from learnerkit.files import name_or_path
 from learnerkit.loggers.logger import Files, Record, Tracker, flat
 from learnerkit.text import escaped_line, in_one_line
+from learnerkit.utils import itself
+from learnerkit.values import map_batch
 
 _begun_here: set[str] = set()
 """The runs of services that loggers of this process have begun, which are open until they are closed or it ends."""
@@ -484,6 +486,13 @@ class TrackioCallback(_Service):
         run = super()._open()
         self._named = {"project": run.project, "name": run.name}
         return run
+
+    def _write_config(self, config: dict[str, Any]) -> None:
+        def allowed(x: Any) -> Any:
+            return str(x) if isinstance(x, int) and not -(2**63) <= x < 2**64 else x
+
+        # Trackio's JSON has numbers of 64 bits, and a larger one would lose the whole run.
+        super()._write_config({name: map_batch(itself, value, allowed) for name, value in config.items()})
 
     def _write(self, records: list[Record]) -> None:
         for record in records:

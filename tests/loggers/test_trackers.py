@@ -330,6 +330,14 @@ def test_mlflow_goes_on_without_doubles_and_uses_the_active_run(tracked):
     assert [step for step, _ in logged["step/lr"]] == [1, 2, 3] * 2
 
 
+def test_trackio_gets_numbers_beyond_64_bits_as_text():
+    pytest.importorskip("trackio")
+    tracker = TrackioCallback("mine")
+    tracker._handle = SimpleNamespace(config={})
+    tracker._write_config({"n": 2**70, "seed": 2**64 - 1, "inner": [{"n": -(2**64), "flag": True}]})
+    assert tracker._handle.config == {"n": str(2**70), "seed": 2**64 - 1, "inner": [{"n": str(-(2**64)), "flag": True}]}
+
+
 @pytest.mark.soak
 def test_trackio_goes_on_in_the_same_run_without_doubles_and_uses_the_users_run(tracked):
     found, _ = tracked
