@@ -72,10 +72,9 @@ class SplitBatch(Callback):
         self._batches = 0
         if learn.task in ("validate", "predict"):
             return
-        if overrides(learn, "_backward", "_step") or learn._by_closure:
-            why = (
-                f"{type(learn).__name__} makes backward passes or steps of its own, for which it needs the whole batch"
-            )
+        if overrides(learn, "_backward", "_step"):  # an optimizer that needs a closure takes the place of `_step`
+            who = type(learn.opts[0] if learn._by_closure else learn).__name__
+            why = f"{who} makes backward passes or steps of its own, for which it needs the whole batch"
         elif carries := running(learn.cbs, CarriedState):
             why = f"{carries[0]!r} carries a state for the rows of the whole batch"
         elif isinstance(learn.loss_weight, Mapping):

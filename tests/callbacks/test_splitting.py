@@ -577,7 +577,7 @@ def test_what_cannot_be_cut_exactly_is_refused_in_words():
 
     with pytest.raises(ValueError, match="OwnBackward makes backward passes or steps of its own"):
         fitted(cbs=[SplitBatch()], cls=OwnBackward)
-    with pytest.raises(ValueError, match="makes backward passes or steps of its own"):
+    with pytest.raises(ValueError, match="LBFGS makes backward passes or steps of its own"):
         fitted(cbs=[SplitBatch()], opt_func=torch.optim.LBFGS)
     state = State()
     with pytest.raises(ValueError, match="State carries a state"):
