@@ -323,7 +323,16 @@ class DistributedCallback(Callback):
     def _send_buffers(self) -> None:
         """Send rank 0's buffers to every rank."""
         if self._averager is not None:
-            distributed.broadcast_into(list(self.learn.model.buffers()))
+            try:
+                distributed.broadcast_into(list(self.learn.model.buffers()))
+            except RuntimeError as e:
+                if distributed.MISMATCH in str(e):
+                    e.add_note(
+                        "the model's buffers go from rank 0 to all ranks, and have one shape everywhere: keep what "
+                        "grows by the samples of a rank in a plain attribute, or make it of those of all ranks by "
+                        "all_gather (errors.html#rank-statistics)"
+                    )
+                raise
 
     after_train = _send_buffers
 

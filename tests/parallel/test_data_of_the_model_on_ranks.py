@@ -4,9 +4,9 @@ import warnings
 
 import pytest
 import torch
-from helpers import mostly_slow, mostly_soak
+from helpers import mostly_slow, mostly_soak, raises
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from learnerkit import Callback, DataLoaders, GradientAccumulation, Learner, distributed
 
@@ -181,3 +181,25 @@ def test_a_sampler_that_goes_by_the_losses_draws_as_on_one_process():
     assert len(set(found[0][1])) > 8
     for i in (0, 2):
         torch.testing.assert_close(found[0][i], found[1][i], rtol=1e-9, atol=1e-12)
+
+
+class Keeps(nn.Linear):
+    """Keeps the samples that it has seen in a buffer."""
+
+    def __init__(self):
+        super().__init__(1, 1)
+        self.register_buffer("seen", torch.zeros(0, 1))
+
+    def forward(self, x):
+        if self.training:
+            self.seen = torch.cat([self.seen, x.detach()])
+        return super().forward(x)
+
+
+def test_a_buffer_that_grows_by_the_samples_of_a_rank_is_told():
+    x = torch.randn(N + 1, 1)
+    learn = Learner(DataLoaders.from_datasets(TensorDataset(x, x), bs=N + 1, device="cpu"), Keeps(), nn.MSELoss())
+    told = "the model's buffers go from rank 0 to all ranks, and have one shape everywhere"
+    with warnings.catch_warnings(), raises(RuntimeError, told), learn.distrib_ctx(split_batches=True):
+        warnings.simplefilter("ignore")
+        learn.fit(1)
