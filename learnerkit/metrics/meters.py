@@ -2,7 +2,6 @@
 
 import copy
 import math
-import pickle
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
@@ -509,12 +508,13 @@ class MergingMeter(_CombiningMeter):
         mine = on_host(self._own) if is_known else self.metric
         try:
             everyone = distributed.all_gather((self._has_seen, mine))
-        except (AttributeError, TypeError, pickle.PicklingError) as e:
-            add_note_once(
-                e,
-                f"the metric {self.name!r} goes from rank to rank by pickle, with all its attributes: define its class "
-                "at the top of a module, and keep in it what pickle takes",
-            )
+        except Exception as e:
+            if not isinstance(e, RuntimeError):  # which another rank would have caused
+                add_note_once(
+                    e,
+                    f"the metric {self.name!r} goes from rank to rank by pickle, with all its attributes: define its "
+                    "class at the top of a module, and keep in it what pickle takes",
+                )
             raise
         first, *rest = [state for has_seen, state in everyone if has_seen] or [mine]
         if is_known:
