@@ -51,7 +51,8 @@ class SplitBatch(Callback):
             learner's own, a state that is carried from batch to batch, a loss_weight for each of several losses, or a
             loss that compares samples with each other.
         torch.OutOfMemoryError: one sample alone does not fit; or memory ran out where a batch cannot be taken again: in
-            the optimizer's step, or late in a fit in the backward pass of an accumulated or distributed step.
+            the optimizer's step, late in a fit in the backward pass of an accumulated or distributed step, or with
+            `shard=True` late in a fit in a batch of a size that has fitted.
     """
 
     order = 13  # behind what gives a batch without data its forward pass
