@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -99,7 +99,8 @@ def run_attempts(plan: Plan, events: LaunchEvents) -> int:
                 elif outcome.kind in ("done", "stopped") or number >= restarts:
                     # argparse fails with this code, but so do other programs.
                     if outcome.kind == "failed" and outcome.code == 2 and not plan.told:
-                        say_where_options_stand(job.command, make_parser()._option_string_actions)
+                        own = [name for name in make_parser()._option_string_actions if name.startswith("--")]
+                        say_where_options_stand(job.command, own)
                     return outcome.code
                 else:
                     number += 1
@@ -122,20 +123,28 @@ def run_attempts(plan: Plan, events: LaunchEvents) -> int:
 # The command line
 
 
-def say_where_options_stand(command: list[str], options: Iterable[str]) -> bool:
+def say_where_options_stand(
+    command: list[str],
+    options: Iterable[str],
+    tell: Callable[[str], None] = say,
+    of: str = "launcher",
+    before: str = "",
+) -> bool:
     """Tell whether the script has got an option of the launcher, and say so to the user.
 
     Args:
         command: the script, or -m and a module, and its arguments.
-        options: of the launcher.
+        options: of the launcher, or of another command that runs scripts.
+        tell: says it.
+        of: the name of the other command, and `before`, what its users write in front of the script.
     """
     n_words = 2 if command[0] == "-m" else 1
     script, given = " ".join(command[:n_words]), {word.partition("=")[0] for word in command[n_words:]}
     for option in options:
-        if option.startswith("--") and option in given:
-            say(
+        if option in given:
+            tell(
                 f"{option} stands behind the script, so the script has got it; "
-                f"options of the launcher stand before it: {option} ... {script}"
+                f"options of the {of} stand before it: {option} ... {before}{script}"
             )
             return True
     return False

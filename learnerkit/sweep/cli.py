@@ -12,14 +12,14 @@ from dataclasses import asdict, replace
 from io import TextIOWrapper
 from pathlib import Path
 
-from learnerkit.launch.cli import Parser, choose_command
+from learnerkit.launch.cli import Parser, choose_command, say_where_options_stand
 from learnerkit.launch.gpus import choose_gpus, gpu_names
 from learnerkit.sweep.config import Config, ConfigError, changes, read_config
 from learnerkit.sweep.results import importances
 from learnerkit.sweep.screen import Screen, number, parameter
 from learnerkit.sweep.study import FileLock, JournalError, Row, Study, best_of, open_study, read_plan
 from learnerkit.sweep.workers import Command, Workers, share_out
-from learnerkit.text import printable, signal_name
+from learnerkit.text import escaped_line, printable, signal_name
 
 
 def make_parser() -> Parser:
@@ -64,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         gpus = share_out(names, options.trials, command.nproc)
         if not options.join:
             command = begin(folder, config, command)
+            say_own_options(options)
     except (ValueError, ImportError, OSError) as error:
         parser.error(str(error))
     try:
@@ -89,6 +90,24 @@ def asked(options: argparse.Namespace) -> tuple[Path, Config, Command]:
     folder = (options.dir or Path("sweeps") / Path(path).stem).absolute()
     search = uuid.uuid4().hex
     return folder, config, Command(words, options.nproc or 1, options.as_arguments, os.getcwd(), options.here, search)
+
+
+def say_own_options(options: argparse.Namespace) -> None:
+    """Say so where the script has got an option of the search which the search itself has not got.
+
+    A script that reads no arguments would say nothing, and the search would not be the one that was meant.
+    """
+    own = {
+        "-j": options.trials,
+        "--nproc": options.nproc,
+        "--as-arguments": options.as_arguments,
+        "--here": options.here,
+    }
+    path, *command = options.command
+    say_where_options_stand(
+        command, [name for name, value in own.items() if not value],
+        lambda text: print(f"learnerkit.sweep: {escaped_line(text)}", file=sys.stderr), "search", f"{path} ",
+    )  # fmt: skip
 
 
 def begin(folder: Path, config: Config, command: Command) -> Command:

@@ -199,6 +199,17 @@ def test_where_the_first_failure_is_told_of_and_what_it_said_last(search):
     assert printed.count(" ends with: ") == printed.count(said) == 1, printed
 
 
+def test_where_options_stand_is_said_if_the_script_has_got_one(search):
+    write_config(maxCombo=1)
+    Path("own.py").write_text("print('loss: 1')")
+    code, printed = search("-j", "1", "c.json", "own.py", "-j", "2", "--nproc=2", script=None).end()
+    assert code == 0, printed
+    assert printed.startswith(
+        "learnerkit.sweep: --nproc stands behind the script, so the script has got it; "
+        "options of the search stand before it: --nproc ... c.json own.py\n"
+    ), printed
+
+
 @pytest.mark.soak
 def test_a_module_that_runs_in_the_present_folder(search):
     write_config(maxCombo=2)
