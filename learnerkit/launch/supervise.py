@@ -273,7 +273,9 @@ def write_all(fd: int, text: bytes) -> None:
 
 def start(job: Job, attempt: Attempt, output: Output, ranks: list[Rank]) -> None:
     """Start the ranks, and add each to `ranks` as soon as it runs; rank 0 gets the socket of the store."""
-    interpreter = [sys.executable, "-u"] if job.unbuffered else [sys.executable]
+    # The options of this interpreter, such as -O and -W error, are those of the ranks, as with multiprocessing.
+    own = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    interpreter = [sys.executable, *own, *(["-u"] if job.unbuffered else [])]
     for number in range(job.nproc):
         rank_number = attempt.topology.first_rank + number
         report_file = tempfile.TemporaryFile()  # noqa: SIM115  (without a name: nothing is left to remove)

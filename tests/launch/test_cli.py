@@ -486,6 +486,12 @@ def test_the_script_sees_what_python_would_show_it(run, launched, tmp_path, form
     assert len(seen) == 2
 
 
+def test_options_of_the_interpreter_reach_the_ranks(run, tmp_path):
+    (tmp_path / "job.py").write_text("import sys\nprint(sys.flags.optimize, sys.warnoptions)")
+    code, out, err = run("-O", "-W", "error", "-m", "learnerkit.launch", "job.py", cwd=tmp_path).finish()
+    assert (code, out, err) == (0, "1 ['error']\n", "")
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [
