@@ -28,6 +28,7 @@ class Place:
         attempt: how often the cluster has started the run again; after the first time it is to resume.
         job: the cluster's name for the run, the same in each attempt; '' if the cluster counts no attempts.
         least: the nodes have no numbers, and so many are enough; `None`: they are numbered.
+        restarts: how often a launcher is to start all ranks again after a failure.
     """
 
     cluster: str
@@ -45,6 +46,7 @@ class Place:
     attempt: int = 0
     job: str = ""
     least: int | None = None
+    restarts: int = 0
 
     def __str__(self) -> str:
         what = "rank" if self.is_rank else "node"
@@ -102,6 +104,19 @@ def integer(environ: Mapping[str, str], name: str, default: int | None = None, l
     if not re.fullmatch("[0-9]+", value) or int(value) < least:
         raise ValueError(f"{name}={value}: this must be a number, {least} or more")
     return int(value)
+
+
+def parse_endpoint(text: str) -> tuple[str, int]:
+    """Turn 'host', 'host:port' or '[::1]:port' into its parts.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    parts = re.fullmatch(r"(?:\[([^\]]+)\]|([^\s:\[\]]+))(?::(\d+))?", text)
+    port = int(parts[3] or PORT) if parts else 0
+    if parts is None or not 0 < port < 65536:
+        raise ValueError(f"{text!r}: give host:port, such as node1:{PORT}")
+    return parts[1] or parts[2], port
 
 
 def own_port(environ: Mapping[str, str], job: str = "") -> int:

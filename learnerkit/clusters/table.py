@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from learnerkit.clusters import slurm
-from learnerkit.clusters.place import ENVIRONMENT, PORT, Place, integer, own_port, variable
+from learnerkit.clusters.place import ENVIRONMENT, PORT, Place, integer, own_port, parse_endpoint, variable
 
 Environ = Mapping[str, str]
 
@@ -98,21 +98,27 @@ def kubeflow(environ: Environ) -> Place | None:
         return None
     nproc = environ.get("PET_NPROC_PER_NODE", "auto")
     per_node = None if nproc in ("auto", "gpu", "cpu") else integer(environ, "PET_NPROC_PER_NODE", least=1)
+    restarts = integer(environ, "PET_MAX_RESTARTS", 0)
     least, _, most = environ["PET_NNODES"].partition(":")
     if most or "PET_RDZV_ENDPOINT" in environ:
         if environ.get("PET_RDZV_BACKEND", "c10d") != "c10d":
             raise ValueError(f"PET_RDZV_BACKEND={environ['PET_RDZV_BACKEND']}: nodes can only meet by c10d")
-        address, _, port = variable(environ, "PET_RDZV_ENDPOINT").rpartition(":")
-        least_and_most = {"least": least, "most": most or least, "port": port or str(PORT)}
+        endpoint = variable(environ, "PET_RDZV_ENDPOINT")
+        try:
+            address, port = parse_endpoint(endpoint)
+        except ValueError as error:
+            raise ValueError(f"PET_RDZV_ENDPOINT={error}") from None
+        least_and_most = {"least": least, "most": most or least}
         numbers = {name: integer(least_and_most, name, least=1) for name in least_and_most}
-        return Place("Kubeflow", "PET_NNODES, PET_RDZV_ENDPOINT", 0, numbers["most"], address, numbers["port"],
-                     nproc=per_node, least=numbers["least"])  # fmt: skip
+        return Place("Kubeflow", "PET_NNODES, PET_RDZV_ENDPOINT", 0, numbers["most"], address, port,
+                     nproc=per_node, least=numbers["least"], restarts=restarts)  # fmt: skip
     count = integer(environ, "PET_NNODES", least=1)
     if count == 1:
-        return Place("Kubeflow", "PET_NNODES", nproc=per_node)
+        return Place("Kubeflow", "PET_NNODES", nproc=per_node, restarts=restarts)
     return Place(
         "Kubeflow", "PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR", integer(environ, "PET_NODE_RANK"), count,
         variable(environ, "PET_MASTER_ADDR"), integer(environ, "PET_MASTER_PORT", PORT, least=1), nproc=per_node,
+        restarts=restarts,
     )  # fmt: skip
 
 

@@ -1,6 +1,5 @@
 """Network addresses: those of this machine, and of others."""
 
-import re
 import socket
 import struct
 import sys
@@ -13,19 +12,6 @@ SIOCGIFADDR = 0x8915  # from <linux/sockios.h>: the IPv4 address of a network in
 
 class NodeError(Exception):
     """The nodes do not find each other, or do not fit together; the message says why, and what to do."""
-
-
-def parse_endpoint(text: str, default_port: int) -> tuple[str, int]:
-    """Turn 'host', 'host:port' or '[::1]:port' into its parts.
-
-    Raises:
-        ValueError: it is none of these.
-    """
-    parts = re.fullmatch(r"(?:\[([^\]]+)\]|([^\s:\[\]]+))(?::(\d+))?", text)
-    port = int(parts[3] or default_port) if parts else 0
-    if parts is None or not 0 < port < 65536:
-        raise ValueError(f"{text!r}: give host:port, such as node1:{default_port}")
-    return parts[1] or parts[2], port
 
 
 def family_of(address: str) -> int:

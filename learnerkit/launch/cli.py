@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from learnerkit import clusters
-from learnerkit.clusters.place import PORT
+from learnerkit.clusters.place import PORT, parse_endpoint
 from learnerkit.launch import jobs, supervise
-from learnerkit.launch.addresses import NodeError, parse_endpoint
+from learnerkit.launch.addresses import NodeError
 from learnerkit.launch.events import LaunchEvents
 from learnerkit.launch.gpus import choose_gpus, gpu_names
 from learnerkit.launch.nodes import begin_alone, begin_with_others
@@ -185,6 +185,14 @@ class Parser(argparse.ArgumentParser):
         self.exit(code, f"{self.prog}: error: {printable(message, 2000)}\n")
 
 
+def process_count(text: str) -> int:
+    """Return the number of processes that an option gives; torchrun has words for it, too, which are refused."""
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"got {text!r}; give a number, or leave it out for one per GPU") from None
+
+
 def make_parser(prog: str = "learnerkit.launch") -> Parser:
     """Return the parser with its options."""
     parser = Parser(
@@ -205,9 +213,16 @@ def make_parser(prog: str = "learnerkit.launch") -> Parser:
     )
     grace = f"{supervise.GRACE_SECONDS:.0f} after a failure or Ctrl-C, {supervise.LONG_GRACE_SECONDS:.0f} after SIGTERM"
     add = parser.add_argument
-    add("-n", "--nproc", "--nproc-per-node", type=int, metavar="N", help="number of processes (default: one per GPU)")
+    add(
+        "-n",
+        "--nproc",
+        "--nproc-per-node",
+        type=process_count,
+        metavar="N",
+        help="number of processes (default: one per GPU)",
+    )
     add("--gpus", metavar="0,1", help="the GPUs to use, by index, with one process each")
-    add("--max-restarts", type=int, default=0, metavar="N", help="restart all processes after a failure, N times")
+    add("--max-restarts", type=int, metavar="N", help="restart all processes after a failure, N times")
     add("--timeout", type=float, metavar="S", help="seconds to wait for a rank or a node before giving up (300)")
     add("--grace", type=float, metavar="S", help=f"seconds to stop in before being killed (default: {grace})")
     add("--log-dir", type=Path, metavar="D", help="append output and whole tracebacks to D/attempt-0/rank-0.log ...")
@@ -307,7 +322,8 @@ def parse(argv: Sequence[str] | None, prog: str = "learnerkit.launch") -> Plan |
     )  # fmt: skip
     # A script that reads no arguments would say nothing, and run on another number of processes than was meant.
     counts = () if options.nproc or options.gpus or options.nnodes else COUNTS
-    restarts = 0 if options.check else options.max_restarts  # Another check would say the same.
+    restarts = options.max_restarts if options.max_restarts is not None else place.restarts if place else 0
+    restarts = 0 if options.check else restarts  # Another check would say the same.
     return Plan(job, restarts, nodes, port, say_where_options_stand(script, counts),
                 place.attempt if place else 0)  # fmt: skip
 
@@ -334,7 +350,7 @@ def check_numbers(options: argparse.Namespace) -> None:
         raise ValueError(f"--timeout {options.timeout}: give seconds, more than 0")
     if options.master_port is not None and not 0 < options.master_port < 65536:
         raise ValueError(f"--master-port {options.master_port}: give a port from 1 to 65535")
-    if options.max_restarts < 0:
+    if options.max_restarts is not None and options.max_restarts < 0:
         raise ValueError(f"--max-restarts {options.max_restarts}: give a number, 0 or more")
 
 
@@ -379,7 +395,7 @@ def choose_nodes(
             raise ValueError("--rdzv-endpoint does not go with --node-rank, --master-addr or --master-port")
         if options.nnodes is None:
             raise ValueError("--rdzv-endpoint needs --nnodes: how many nodes, such as 2, or 1:4")
-        return Elastic(least, most, *parse_endpoint(options.rdzv_endpoint, PORT)), None
+        return Elastic(least, most, *parse_endpoint(options.rdzv_endpoint)), None
     if least < most:
         raise ValueError(f"--nnodes {options.nnodes} needs --rdzv-endpoint host:port, as nodes may come and go")
     if options.nnodes is not None and most == 1:

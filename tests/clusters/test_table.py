@@ -167,7 +167,13 @@ def test_a_process_that_is_alone_has_no_place(environ):
 
 
 def test_a_place_knows_what_else_its_cluster_says():
-    assert find(ELASTIC).least == 1
+    assert (find(ELASTIC).least, find(ELASTIC).restarts, find(TRAINJOB).restarts) == (1, 3, 0)
+    assert find(TRAINJOB | {"PET_MAX_RESTARTS": "2"}).restarts == 2
+    assert (find(ELASTIC | {"PET_RDZV_ENDPOINT": "a"}).address, find(ELASTIC | {"PET_RDZV_ENDPOINT": "a"}).port) == (
+        "a",
+        29500,
+    )
+    assert find(ELASTIC | {"PET_RDZV_ENDPOINT": "[::1]:7"}).address == "::1"
     assert find(LEPTON).attempt == 2
     assert find(TORCHRUN).attempt == 1
     assert find(SAGEMAKER).shared() == dict.fromkeys(
@@ -263,6 +269,7 @@ CONTRADICTIONS = [
     (MPIRUN | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, 2, "says 4 ranks on several machines, and nothing says where"),
     ({"PMIX_RANK": "1", "PMIX_NAMESPACE": "x"}, 0, "PMIX_RANK is set, and no variable says of how many ranks"),
     (ELASTIC | {"PET_RDZV_BACKEND": "etcd-v2"}, 0, "PET_RDZV_BACKEND=etcd-v2: nodes can only meet by c10d"),
+    (ELASTIC | {"PET_RDZV_ENDPOINT": "a:x"}, 0, "PET_RDZV_ENDPOINT='a:x': give host:port, such as node1:29500"),
     (TRAINJOB | {"PET_NODE_RANK": "one"}, 4, "PET_NODE_RANK=one: this must be a number"),
     (TORCHRUN, 4, "torchrun says rank 5 of 8, .* this process is a rank already, which a launcher started; run "),
     (RAY, 2, "Ray Train says rank 1 of 2, .* is a rank already"),

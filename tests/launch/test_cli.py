@@ -132,7 +132,7 @@ def test_what_follows_the_script_is_its_own(no_gpu, options, nproc, separator):
         (["-m"], "nothing to run"),
         (["no_such_script.py"], "'no_such_script.py' is not a file"),
         (["--nproc", "0", __file__], "--nproc 0: give"),
-        (["--nproc", "two", __file__], "invalid int value: 'two'"),
+        (["--nproc", "two", __file__], "got 'two'; give a number, or leave it out for one per GPU"),
         (["--nproc", "2", "--gpus", "0", __file__], "--nproc does not go with --gpus"),
         (["--gpus", "0", __file__], "no GPU can be used here"),
         (["--grace", "-1", __file__], "--grace -1.0: give seconds"),
@@ -306,7 +306,7 @@ SAGEMAKER = {
     "SM_NETWORK_INTERFACE_NAME": "eth0", "NCCL_SOCKET_IFNAME": "ib0",
 }  # fmt: skip
 LEPTON = {"LEPTON_JOB_NAME": "x", "LEPTON_JOB_TOTAL_WORKERS": "1", "LEPTON_JOB_FAILURE_COUNT": "2"}
-ELASTIC = {"PET_NNODES": "1:4", "PET_NPROC_PER_NODE": "2", "PET_RDZV_ENDPOINT": "w-0:7"}
+ELASTIC = {"PET_MAX_RESTARTS": "3", "PET_NNODES": "1:4", "PET_NPROC_PER_NODE": "2", "PET_RDZV_ENDPOINT": "w-0:7"}
 MPI = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}
 
 
@@ -325,6 +325,13 @@ MPI = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANK
         (SAGEMAKER, [], Static(0, 2, "algo-1", 29500), 1, "SageMaker says node 0 of 2"),
         (MPI, ["--master-addr", "n1"], Static(1, 2, "n1", 29500), 1, "MPI says node 1 of 2, with node 0 at n1:29500"),
         (SAGEMAKER | {"SM_HOSTS": '["algo-1"]'}, [], None, 1, "SageMaker says one node (SM_HOSTS"),
+        (
+            KUBEFLOW | {"PET_MAX_RESTARTS": "2"},
+            ["--max-restarts", "0"],
+            Static(1, 2, "llama-0.llama", 29500),
+            4,
+            "Kubeflow",
+        ),
         (LEPTON, ["--max-restarts", "1"], None, 1, "Lepton says one node, attempt 3 ("),
         ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}, [], None, 1, ""),  # a launcher's only rank
         ({}, [], None, 1, ""),
@@ -336,6 +343,7 @@ def test_a_cluster_says_how_machines_meet_unless_options_do(no_gpu, monkeypatch,
         monkeypatch.setenv(name, value)
     plan = parse([*options, __file__])
     assert (plan.nodes, plan.job.nproc, plan.attempt) == (nodes, nproc, 2 if environ is LEPTON else 0)
+    assert plan.restarts == (1 if environ is LEPTON else 3 if environ is ELASTIC else 0)
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", bool(said))
     assert err.startswith(f"learnerkit.launch: {said}" if said else "")
