@@ -93,7 +93,7 @@ def run_attempts(plan: Plan, events: LaunchEvents) -> int:
                 outcome = supervise.run_attempt(job, attempt, signals)
                 attempt.stop()
                 events.outcome(outcome)
-                if outcome.kind == "joined":
+                if outcome.kind in ("joined", "left"):
                     # For the ranks this is a restart, after which they go on, though no failure counts for it.
                     number, restarts = number + 1, restarts + 1
                 elif outcome.kind in ("done", "stopped") or number >= restarts:

@@ -100,6 +100,12 @@ class GroupAttempt(Attempt):
             return self.ended_elsewhere or self._store_lost()
         return self.ended_elsewhere
 
+    def part(self) -> None:
+        if self.rendezvous.can_spare_one(self.topology.nodes):
+            text = f"{self.names[self.topology.node]} was asked to end: restarting without it"
+            with suppress(RuntimeError):
+                publish(Outcome("left", self.topology.node, text=text), self.store)
+
     def stop(self) -> None:
         self._stopped.set()
         self._thread.join(LOST_SECONDS)

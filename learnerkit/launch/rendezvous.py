@@ -60,6 +60,7 @@ class Rendezvous:
         self._store: Any = None  # static: of all attempts
         self._handler: Any = None  # elastic: torch's
         self._deadline = 0.0
+        self._stays_open = False
 
     def join(self, attempt: int) -> tuple[int, int, int, Any]:
         """Wait until it is known which nodes take part in the next attempt.
@@ -173,9 +174,14 @@ class Rendezvous:
         """Tell whether further nodes want to join."""
         return self._handler is not None and self._handler.num_nodes_waiting() > 0
 
+    def can_spare_one(self, nodes: int) -> bool:
+        """Tell whether the others can go on without this node; then it does not close the rendezvous when it leaves."""
+        self._stays_open = isinstance(self.spec, Elastic) and nodes > self.spec.least and not self.serves()
+        return self._stays_open
+
     def leave(self) -> None:
         """Leave the rendezvous for good."""
-        if self._handler is not None:
+        if self._handler is not None and not self._stays_open:
             self._handler.shutdown()
 
     def wait(self, what: Callable[[], str], arrived: Callable[[], bool]) -> None:

@@ -22,7 +22,8 @@ class Outcome:
     """The end of an attempt, for all nodes.
 
     Args:
-        kind: 'done', 'failed', 'stopped' (a launcher got a signal), 'lost' (a node is), 'joined' (a node wants to be).
+        kind: 'done', 'failed', 'stopped' (a launcher got a signal), 'lost' (a node is), 'joined' (a node wants to be),
+            'left' (a node was asked to end, and the others go on).
         node: the first node on which it ended.
         code: the exit code of the failure.
         text: what to tell the user.

@@ -128,6 +128,9 @@ class Attempt:
         """Tell the other nodes how the attempt has ended here, and return how it has ended for all."""
         return outcome
 
+    def part(self) -> None:
+        """Tell the other nodes to go on without this one, if they can; otherwise its end is the end of all."""
+
     def stop(self) -> None:
         """End what runs in the background."""
 
@@ -149,6 +152,8 @@ def run_attempt(job: Job, attempt: Attempt, signals: SignalQueue) -> Outcome:
             reason = watch(ranks, signals, attempt)
             if reason is None and (first := first_failure(ranks)):
                 reason = attempt.agree_on_end(failure(first, topology))  # The others need not wait.
+            if reason == signal.SIGTERM:  # as a scheduler sends it to the node that it takes away
+                attempt.part()
             attempt.asked = stop(ranks, signals, reason, job.grace, job.quiet)
         finally:
             kill(ranks)
@@ -161,6 +166,8 @@ def run_attempt(job: Job, attempt: Attempt, signals: SignalQueue) -> Outcome:
             attempt.events.signal(reason)
             if not job.quiet:
                 say(f"a rank got {signal_name(reason)}, and all have stopped")
+            agreed = attempt.agree_on_end(outcome_of(ranks, reason, topology))
+            reason = agreed if agreed.kind == "left" else reason
     if reason is None:
         done = Outcome("done", topology.node, 0)
         reason = wait_interruptibly(lambda: attempt.agree_on_end(done), signals)
@@ -461,6 +468,8 @@ def stop(
         if not quiet:
             say(f"{signum.name} received, waiting for the ranks to stop (Ctrl-C kills them)")
     else:
+        if isinstance(reason, Outcome) and reason.kind == "left":  # The ranks of all nodes save together.
+            default_grace = LONG_GRACE_SECONDS
         asked = wait_for_end(ranks, signals, SETTLE_SECONDS)
     for rank in running(ranks):
         rank.stop_signals.append(signum)

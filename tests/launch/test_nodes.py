@@ -452,3 +452,26 @@ def test_hosts_come_and_go(launcher, hosts, tmp_path):
     found = json.loads((tmp_path / "out.json").read_text())
     assert (found["world"], found["attempt"]) == (2, 2)
     assert third.finish()[0] == -signal.SIGKILL
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(300)
+def test_a_host_that_is_asked_to_end_leaves_if_the_others_are_enough(launcher, hosts, tmp_path):
+    "Of three the third is asked to end: the others go on. Then the second is: the first alone is too few."
+    at = ["--nnodes", "2:3", "--rdzv-endpoint", f"{hosts[0][1]}:29558", "--nproc", 1]
+
+    def begun(ranks):
+        until((tmp_path / f"begun-{ranks}").exists, lambda: "\n".join(one.log.read_text() for one in three))
+
+    three = [train(launcher, host, *at, pause=0.1, epochs=999) for host in hosts]
+    begun(3)
+    time.sleep(1)
+    three[2].terminate()
+    assert three[2].finish()[0] == 128 + signal.SIGTERM
+    begun(2)
+    for one in three[:2]:
+        assert f"{hosts[2][1]}) was asked to end: restarting without it\n" in one.log.read_text()
+    three[1].terminate()
+    for one in three[:2]:
+        assert one.finish()[0] == 128 + signal.SIGTERM
+    assert f"{hosts[1][1]}): asked to end by SIGTERM\n" in three[0].log.read_text()
