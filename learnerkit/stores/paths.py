@@ -116,7 +116,9 @@ class StorePath:
                 entries = system.ls(path, detail=True)
         except FileNotFoundError:
             return {}
-        return {entry["name"].rstrip("/").rpartition("/")[2]: entry for entry in entries}
+        # The console of S3 makes an empty object for a folder, whose key is that of the folder with a slash.
+        named = [(entry["name"].rstrip("/"), entry) for entry in entries]
+        return {name.rpartition("/")[2]: entry for name, entry in named if name != path}
 
     def iterdir(self) -> Iterator["StorePath"]:
         """Yield the objects and folders in this folder; none if there is no such folder."""

@@ -102,6 +102,14 @@ def test_a_folder_of_pictures_is_copied_once_and_again_when_it_has_changed(store
     assert len(calls) == 11
 
 
+def test_the_object_that_stands_for_a_folder_is_not_in_it(store, monkeypatch):
+    store.pipe_file("/run/a.txt", b"1")
+    listed = [{"name": "/run/", "size": 0, "type": "file"}, *store.ls("/run", detail=True)]  # as s3fs lists them
+    monkeypatch.setattr(type(store), "ls", lambda *_, **__: listed)
+    run = StorePath("memory://run")
+    assert (list(run.iterdir()), run.sizes()) == ([run / "a.txt"], {"a.txt": 1})
+
+
 @pytest.mark.parametrize("sign", ["ETag", "etag"])
 def test_an_object_that_has_changed_and_kept_its_size_is_copied_again(store, tmp_path, monkeypatch, sign):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
