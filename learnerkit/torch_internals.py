@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
@@ -54,6 +55,18 @@ def compiled_call(model: nn.Module) -> Callable | None:
 def set_compiled_call(model: nn.Module, call: Callable | None) -> None:
     """Set the function that a call of `model` runs; `None` undoes `nn.Module.compile`, which torch cannot undo."""
     model._compiled_call_impl = call
+
+
+def parametrized(kind: type[nn.Module], names: Iterable[str]) -> nn.Module:
+    """Return an empty module of the class that torch makes for a module of this kind whose tensors are parametrized.
+
+    torch gives each such module a class of its own, and refuses to pickle it.
+    """
+    module = kind.__new__(kind)
+    parametrize._inject_new_class(module)
+    for name in names:
+        parametrize._inject_property(module, name)
+    return module
 
 
 def hook_tables(module: nn.Module) -> list[dict[int, Any]]:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrize
 from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data._utils import worker
 from torch.utils.data._utils.worker import WorkerInfo
@@ -27,6 +28,7 @@ NAMES = {
     "StatisticsNorm": lambda: nn.modules.batchnorm._NormBase,
     "Dropout": lambda: nn.modules.dropout._DropoutNd,
     "the call of a compiled module": lambda: nn.Module()._compiled_call_impl,
+    "the class of a parametrized module": lambda: (parametrize._inject_new_class, parametrize._inject_property),
     "the call of a module": lambda: nn.Module._call_impl,
     "the module that torch.compile wraps": lambda: torch._dynamo.eval_frame.OptimizedModule.__init__,
     "multiplying many tensors": lambda: torch._foreach_mul_,

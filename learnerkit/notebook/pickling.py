@@ -16,6 +16,7 @@ from typing import IO, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.hooks import RemovableHandle
@@ -24,7 +25,7 @@ from torch.utils.serialization import config
 from learnerkit.callback import Callback
 from learnerkit.inspection.hooks import Hook
 from learnerkit.processes.machine import shared_file
-from learnerkit.torch_internals import loader_attributes
+from learnerkit.torch_internals import loader_attributes, parametrized
 from learnerkit.utils import replaced
 
 _VALUES = frozenset({type(None), bool, int, float, complex, str, bytes, tuple, frozenset})
@@ -77,6 +78,9 @@ def make_pickler(known: Mapping[int, int]) -> Any:
             if isinstance(obj, RemovableHandle):  # torch cannot read one whose tables of hooks are gone
                 hooks, number, others = obj.__getstate__()
                 return object.__new__, (type(obj),), (hooks, number, tuple(x for x in others if x is not None))
+            if isinstance(obj, nn.Module) and parametrize.is_parametrized(obj):
+                names = list[str](vars(obj)["_modules"]["parametrizations"])
+                return parametrized, (parametrize.type_before_parametrizations(obj), names), state_of(obj)
             if isinstance(obj, DataLoader) and type(obj).__getstate__ is object.__getstate__:
                 return object.__new__, (type(obj),), loader_attributes(obj)
             return super().reducer_override(obj)
@@ -95,6 +99,13 @@ def make_pickler(known: Mapping[int, int]) -> Any:
             return file, path
 
     return Pickler()
+
+
+def state_of(obj: Any) -> Any:
+    """Return what an object gives to be pickled; of a parametrized module, which refuses, what its own class gives."""
+    is_parametrized = isinstance(obj, nn.Module) and parametrize.is_parametrized(obj)
+    kind: Any = parametrize.type_before_parametrizations(obj) if is_parametrized else type(obj)
+    return kind.__getstate__(obj)
 
 
 _CACHED = type(lru_cache(len))

@@ -27,7 +27,7 @@ from learnerkit.callback import Callback
 from learnerkit.callbacks.recorder import TableLogger
 from learnerkit.data.order import GENERATORS
 from learnerkit.inspection.hooks import Hook
-from learnerkit.notebook.pickling import SHARED, make_pickler, numbered, pickling_error, read
+from learnerkit.notebook.pickling import SHARED, make_pickler, numbered, pickling_error, read, state_of
 from learnerkit.notebook.settings import get_options, set_options, set_random_states
 from learnerkit.state import Learner
 from learnerkit.text import in_one_line
@@ -269,7 +269,7 @@ def _held(x: Any) -> dict[str, Any]:
         return {k: v for k, v in x.__globals__.items() if not k.startswith("__")}
     if isinstance(x, type):
         return {k: v for k, v in vars(x).items() if not (k.startswith("__") or hasattr(v, "__get__"))}
-    state = x.__getstate__()
+    state = state_of(x)
     names = {k: v for k, v in getattr(x, "__dict__", {}).items() if not isinstance(state, dict) or k in state}
     return {**names, "__class__": type(x)} if isinstance(x, nn.Module) else names  # a lazy module changes its class
 

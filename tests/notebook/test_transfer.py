@@ -10,6 +10,7 @@ import torch
 from helpers import halves, make_data, make_learner, make_model, mostly_soak, raising
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.optim import SGD, AdamW
 
 from learnerkit import EMA, SWA, Callback, DataLoaders, Hook, Learner, Metric, ReduceLROnPlateau
@@ -311,6 +312,23 @@ class Annealed:
         self.step += 1
         self.first.random()
         return F.mse_loss(pred, y) * self.step
+
+
+def test_a_parametrized_model_trains_there_as_here():
+    def learner():
+        torch.manual_seed(1)
+        model = nn.Sequential(weight_norm(nn.Linear(4, 4)), spectral_norm(nn.Linear(4, 1)))
+        return make_learner(dls=shuffled(), model=model, opt_func=partial(SGD, momentum=0.9))
+
+    here, there = learner(), learner()
+    kinds = [type(m) for m in there.model.modules()]
+    torch.manual_seed(2)
+    here.fit(2, 0.1)
+    torch.manual_seed(2)
+    carried_out(there, Learner.fit, 2, 0.1)
+    assert plain(there.model.state_dict()) == plain(here.model.state_dict())
+    assert [type(m) for m in there.model.modules()] == kinds
+    assert there.model[0].weight.tolist() == here.model[0].weight.tolist()
 
 
 def test_what_a_loss_counts_and_draws_comes_back():
