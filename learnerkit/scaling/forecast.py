@@ -5,7 +5,7 @@ torch and its profiler measure the ranks that there are, and predict no others.
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -153,6 +153,8 @@ class StepCost(NamedTuple):
 
     def forecast(self, ranks: Sequence[int], noise: float | None) -> Forecast:
         """Make a forecast, as `ScalingReport.forecast` says."""
+        if not isinstance(ranks, Iterable):
+            raise ValueError(f"got ranks={ranks!r}; it is a sequence of numbers of ranks, such as [2, 8]")
         for n in ranks:
             check_count("ranks", n, "the number of ranks")
         if noise is not None and not noise >= 0:

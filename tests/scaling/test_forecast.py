@@ -90,6 +90,7 @@ def test_a_forecast_is_words_and_a_table():
     [
         ([0], None, "ranks=0; it is the number of ranks, 1 or more"),
         ([2, 4.0], None, r"ranks=4\.0"),
+        (8, None, r"ranks=8; it is a sequence of numbers of ranks, such as \[2, 8\]"),
         ([2], -5, "noise=-5"),
         ([2], math.nan, "noise=nan"),
     ],
