@@ -198,6 +198,11 @@ class _Search:
             self._train(size, live)
         except Exception as error:
             if not is_out_of_memory(error):
+                if self.bs is not None and (n := self._n_batches(size)) > 1:
+                    error.add_note(
+                        f"find_batch_size(bs={self.bs}) has tried {n} batches of {size} a step, by "
+                        "GradientAccumulation; without bs= it takes one batch a step"
+                    )
                 raise
             out = True
             forget_frames(error)

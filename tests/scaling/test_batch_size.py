@@ -436,6 +436,13 @@ def test_what_cannot_be_is_refused():
         make_learner(DataLoaders(DataLoader(make_data(8), 4), valid, device="cpu")).find_batch_size()
 
 
+def test_an_optimizer_that_takes_no_accumulation_is_told_of_who_has_asked_for_it(memory):
+    with pytest.raises(ValueError, match="GradientAccumulation does not go with an optimizer") as caught:
+        wide(opt_func=torch.optim.LBFGS).find_batch_size(bs=64)
+    (note,) = caught.value.__notes__
+    assert note.startswith("find_batch_size(bs=64) has tried 16 batches of 4 a step, by GradientAccumulation; without")
+
+
 # The memory
 
 
