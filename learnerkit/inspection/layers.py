@@ -65,8 +65,9 @@ def _blocks(model: nn.Module, name: str | None) -> list[nn.Module]:
     if name is not None:
         lists = {key: m for key, m in model.named_modules() if isinstance(m, nn.ModuleList | nn.Sequential)}
         if name not in lists:
+            names = [key or "'' (the model itself)" for key in lists]
             raise ValueError(
-                f"got blocks={name!r}; the lists of {kind} are {first_few(lists)}{did_you_mean(name, lists)}"
+                f"got blocks={name!r}; the lists of {kind} are {first_few(names) or 'none'}{did_you_mean(name, lists)}"
             )
         return _entries(lists[name])
     by_name = dict(_lists(model, nn.ModuleList))

@@ -145,6 +145,10 @@ def test_several_lists_ask_for_the_name_of_one_or_for_a_sum():
     assert [group["lr_scale"] for group in parts] == [0.5, 1, 0.25, 0.5, 1]
     with pytest.raises(ValueError, match="of Transformer are encoder.layers, decoder.layers; did you mean 'encoder"):
         layer_decay(model, blocks="encoder.layer")
+    with pytest.raises(ValueError, match=r"the lists of Sequential are '' \(the model itself\), 0$"):
+        layer_decay(nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2)), blocks="layer")
+    with pytest.raises(ValueError, match="the lists of Linear are none$"):
+        layer_decay(nn.Linear(2, 2), blocks="layer")
 
 
 @pytest.mark.parametrize("decay", [0, 1.5, -0.5, "0.5", None, True])
