@@ -287,6 +287,10 @@ def check_nobody_schedules(learn: Any, who: str) -> None:
 
 
 _EXAMPLE = "TorchScheduler(lambda opt: StepLR(opt, 10))"
+_COUNT = (
+    "count the steps in the function of TorchScheduler: an epoch has math.ceil(len(learn.dls.train_ds) / "
+    "learn.effective_batch_size) of them"
+)
 _LEAST_OF_PLAN = 0.9
 """The share of a scheduler's `total_steps` that a whole fit takes; fp16 may skip a few."""
 
@@ -379,8 +383,7 @@ class TorchScheduler(Callback):
             if planned and (taken := scheduler.last_epoch) < _LEAST_OF_PLAN * planned:
                 warn(
                     f"the {type(scheduler).__name__} was made for {planned} steps and this fit has taken {taken}, so "
-                    "the rate has not come to its end; count the steps in the function of TorchScheduler: an epoch has "
-                    "math.ceil(len(learn.dls.train_ds) / learn.effective_batch_size) of them"
+                    f"the rate has not come to its end; {_COUNT}"
                 )
 
     def _advance(self) -> None:
@@ -394,6 +397,11 @@ class TorchScheduler(Callback):
                 # If an optimizer step was skipped, torch's first call warns of a wrong order of calls.
                 warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
             for scheduler in self._schedulers:
+                if (planned := getattr(scheduler, "total_steps", None)) and scheduler.last_epoch >= planned:
+                    raise ValueError(
+                        f"the {type(scheduler).__name__} was made for {planned} steps, and this fit takes more; "
+                        f"{_COUNT}"
+                    )
                 scheduler.step(*values)
         self._advanced = True
 

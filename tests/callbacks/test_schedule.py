@@ -628,6 +628,11 @@ def test_a_scheduler_that_was_made_for_a_longer_fit_is_told():
     learn.fit(2, cbs=[make, stop])  # cut short, as asked for
 
 
+def test_a_scheduler_that_was_made_for_a_shorter_fit_is_an_error_in_words():
+    with pytest.raises(ValueError, match="the OneCycleLR was made for 8 steps, and this fit takes more; count the"):
+        learner(batches=10).fit(1, cbs=TorchScheduler(lambda opt: lr_scheduler.OneCycleLR(opt, 0.1, total_steps=8)))
+
+
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_a_torch_scheduler_steps_after_each_optimizer_step(accumulated):
     learn = learner(batches=10 * accumulated)
