@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from learnerkit.callback import running
+from learnerkit.callbacks.carried import CarriedState
 from learnerkit.callbacks.precision import MODES, MixedPrecision
 from learnerkit.data.order import first_batch
 from learnerkit.data.show import WIDTH, Table
@@ -17,7 +18,7 @@ from learnerkit.losses import loss_name
 from learnerkit.shards import local
 from learnerkit.state import Learner
 from learnerkit.text import in_units
-from learnerkit.utils import count_parameters, overrides, unwrap
+from learnerkit.utils import count_parameters, overrides, replaced, unwrap
 from learnerkit.values import entries
 
 
@@ -91,7 +92,7 @@ def summary(learn: "Learner") -> Summary:
     """Do what `Learner.summary` says. It communicates with no other rank."""
     give_shapes(learn)
     model, batch = unwrap(learn.model), first_batch(learn.dls.train)
-    with trial(learn, model), _watched(model) as calls, counting_kept(learn) as kept:
+    with trial(learn, model), _state_begun(learn), _watched(model) as calls, counting_kept(learn) as kept:
         model.eval()
         predict(learn, batch)
         inputs = _shape(learn.xb if len(learn.xb) > 1 else learn.xb[0])
@@ -108,6 +109,17 @@ def summary(learn: "Learner") -> Summary:
         optimizer=", ".join(type(opt).__name__ for opt in learn.opts) or loss_name(learn.opt_func),
         kept=bytes_beside(model, kept),
     )
+
+
+@contextmanager
+def _state_begun(learn: "Learner") -> Iterator[None]:
+    """Give the model the state with which rows begin, if a callback carries one from batch to batch in a fit."""
+    with ExitStack() as stack:
+        for cb in running(learn.cbs, CarriedState):
+            stack.enter_context(replaced(cb, _state=None, _new=[]))
+            stack.callback(cb.cleanup_fit)
+            cb.before_fit()
+        yield
 
 
 @contextmanager

@@ -197,7 +197,8 @@ def predict(learn: "Learner", batch: Any) -> None:
     """Run `learn.model` on a batch of the training loader; it becomes the learner's batch."""
     learn.batch = to_device(batch, learn.dls.device)
     learn.xb, learn.yb = learn.dls.split(learn.batch, own_loss_arguments(learn.loss_func, learn.model))
-    learn.batch_size = rows_of(learn.xb)
+    told = learn.dls.count(learn.batch)
+    learn.batch_size = rows_of(learn.xb) if told is None else told
     learn._forward()
 
 

@@ -49,6 +49,17 @@ def test_it_is_the_loop_by_hand(time_first):
     assert not learn.model._forward_pre_hooks
 
 
+def test_a_summary_begins_with_a_fresh_state_and_changes_none():
+    learn, plain = learner(batches(5)), fit(learner(batches(5)), 1)
+    assert [layer.output for layer in learn.summary().layers][-1] == f"4 x {ROWS} x 1"
+    fit(learn, 1)
+    state = learn.hidden.state_dict()["own"]["state"]
+    learn.summary()
+    assert learn.hidden.state_dict()["own"]["state"] is state
+    assert same_weights(plain.model, learn.model)
+    assert not learn.model._forward_hooks
+
+
 def test_validation_and_predictions_leave_the_state_of_training_alone():
     train, valid = batches(5), batches(3, 4, seed=1)
     plain = fit(learner(train))
