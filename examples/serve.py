@@ -21,7 +21,8 @@ from fastapi import FastAPI, HTTPException, Request
 
 import learnerkit
 
-BAD_INPUT = (ValueError, TypeError, OSError)  # what the library raises for an input that it cannot take
+# What the library raises for an input that it cannot take, and JSON for one that is nested too deeply
+BAD_INPUT = (ValueError, TypeError, OSError, RecursionError)
 
 
 class Batches:

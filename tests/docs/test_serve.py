@@ -99,7 +99,8 @@ def test_twenty_clients_get_the_predictions_for_their_own_inputs(model):
             assert answer.json()["label"] == expected[i].label
             assert list(answer.json()["probs"].values()) == pytest.approx(expected[i].probs.tolist(), abs=1e-6)
         bad = {'{"input": {"island": "Dream"}}': "there is no column", '{"input": 3}': "a row is a mapping by column",
-               "{": "Expecting property name", "[]": "the body has to be JSON"}  # fmt: skip
+               "{": "Expecting property name", "[]": "the body has to be JSON",
+               '{"input": ' + "[" * 100_000: "maximum recursion depth"}  # fmt: skip
         for body, words in bad.items():
             answer = httpx.post(f"{service.address}/predict", content=body, timeout=120)
             assert (answer.status_code, words in answer.json()["detail"]) == (422, True), answer.text
