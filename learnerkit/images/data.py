@@ -453,15 +453,22 @@ def _pictures_in(folder: Path) -> list[str]:
     if not folder.is_dir():
         beside = sorted(p.name for p in folder.parent.iterdir() if p.is_dir()) if folder.parent.is_dir() else []
         raise FileNotFoundError(f"there is no folder {folder}; beside it there are: {first_few(beside) or 'none'}")
-    paths = [
-        path
-        for place, _, names in os.walk(folder, followlinks=True)
-        for path in (os.path.join(place, name) for name in names)
-        if path.lower().endswith(SUFFIXES) and not is_hidden(path, folder)
-    ]
+    paths = list[str]()
+    for place, folders, names in os.walk(folder, followlinks=True):
+        folders[:] = [name for name in folders if not _leads_back(Path(place, name))]
+        inside = (os.path.join(place, name) for name in names)
+        paths += (path for path in inside if path.lower().endswith(SUFFIXES) and not is_hidden(path, folder))
     if not paths:
         raise FileNotFoundError(f"there are no pictures in {folder}; their names end in {', '.join(SUFFIXES)}")
     return sorted(paths)
+
+
+def _leads_back(folder: Path) -> bool:
+    "Tell whether a folder is a link to one through which the way to it has come, so that the way would not end."
+    if not folder.is_symlink():
+        return False
+    target = folder.resolve()
+    return any(each.resolve().is_relative_to(target) for each in folder.parents)
 
 
 def _readable(paths: list[str]) -> list[str]:

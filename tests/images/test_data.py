@@ -126,6 +126,18 @@ def test_training_and_validation_have_folders_of_their_own(folder):
         ImageData.from_folder("parts", "val")
 
 
+def test_links_are_followed_unless_they_lead_back(folder):
+    write(Path("elsewhere/0.png"), 0)
+    (folder / "grey").symlink_to(Path("elsewhere").absolute())
+    (folder / "dark" / "up").symlink_to(folder.absolute())
+    (folder / "light" / "here").symlink_to(".")
+    Path("elsewhere/across").symlink_to((folder / "dark").absolute())  # and from there up, where it came from
+    data = ImageData.from_folder(folder, None, size=8)
+    assert data.classes == ["across", "dark", "grey", "light"]
+    assert len(data.train_ds) == 20 + 1 + 10 + 20
+    assert len(ImageData.from_folder(str(folder.absolute()), None, size=8).train_ds) == 51
+
+
 def test_pictures_without_usable_labels_are_refused(folder):
     with raises(FileNotFoundError, "there are no pictures in empty; their names end in .jpg"):
         Path("empty").mkdir()
