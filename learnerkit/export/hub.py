@@ -27,10 +27,14 @@ A {model}, exported by learnerkit {version} with torch {torch_version}.
 | | |
 |---|---|
 {rows}
-
+{measured}
 ```python
 {code}
 ```
+"""
+_MEASURED = """
+The metrics are those of the last epoch. Where the weights of an earlier one were kept, as the best, they do not have
+these metrics.
 """
 _ONNX = """import onnxruntime
 from huggingface_hub import hf_hub_download
@@ -55,7 +59,7 @@ def push_to_hub(
     Rank 0 alone writes. If the model is divided among the ranks, every rank must reach this.
 
     The repository is made if it is not there. With the file goes a model card (README.md), which replaces an older one:
-    the classes, the metrics of the last fit, versions, and how to load the file.
+    the classes, the metrics of the last epoch, versions, and how to load the file.
 
     Args:
         learn: the learner.
@@ -89,12 +93,13 @@ def push_to_hub(
 
 
 def model_card(learn: "Learner", repo_id: str, file: str) -> str:
-    """Write the model card of an exported file in Markdown: classes, metrics of the last fit, versions, loading."""
+    """Write the model card of an exported file in Markdown: classes, metrics of the last epoch, versions, loading."""
     recorder: Any = getattr(learn, "recorder", None)
+    measured = dict[str, str]()
     rows = {} if learn.dls.classes is None else {"classes": first_few(learn.dls.classes, n=100)}
     if recorder is not None:
         metrics = zip(recorder.metric_names[1:], recorder.final_record, strict=False)
-        rows |= {name: f"{value:.6g}" for name, value in metrics}
+        measured = {name: f"{value:.6g}" for name, value in metrics}
     data = [type(learn.dls.data).__name__] if hasattr(learn.dls, "data") else []
     options = [f", {name}" for name in (["make_model"] if file.endswith(SAFETENSORS) else [])]
     options += [f", fname={file!r}", *(f", data={name}" for name in data)]
@@ -103,8 +108,9 @@ def model_card(learn: "Learner", repo_id: str, file: str) -> str:
         code = _ONNX.format(repo_id=repo_id, file=file)
     return _CARD.format(
         name=repo_id.rpartition("/")[2], model=type(unwrap(learn.model)).__name__, version=__version__,
-        torch_version=torch.__version__, rows="\n".join(f"| {name} | {value} |" for name, value in rows.items()),
-        code=code + (_WEIGHTS if file.endswith(SAFETENSORS) else ""),
+        torch_version=torch.__version__,
+        rows="\n".join(f"| {name} | {value} |" for name, value in (rows | measured).items()),
+        code=code + (_WEIGHTS if file.endswith(SAFETENSORS) else ""), measured=_MEASURED if measured else "",
     )  # fmt: skip
 
 

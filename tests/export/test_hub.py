@@ -104,6 +104,7 @@ def test_what_is_pushed_is_loaded_from_there(hub):
     assert card.startswith("---\nlibrary_name: learnerkit\n")
     assert "| classes | ant, bee, cow |" in card
     assert f"| accuracy | {learn.final_record[2]:.6g} |" in card
+    assert "The metrics are those of the last epoch." in card
     assert "learn = from_hub('ann/insects', make_model, fname='model.safetensors')" in card
     other = from_hub("ann/insects", lambda: make_model(n_out=3), device="cpu")
     x = make_classes().tensors[0][0]
@@ -136,6 +137,7 @@ def test_what_is_no_export_is_not_downloaded(hub, monkeypatch):
 
 def test_the_card_says_how_data_and_onnx_are_loaded():
     learn = make_learner()
+    assert "metrics" not in model_card(learn, "ann/a", "a.pt2")
     learn.dls.data = SimpleNamespace()
     assert "from learnerkit import SimpleNamespace, from_hub" in model_card(learn, "ann/a", "a.pt2")
     assert "fname='a.pt2', data=SimpleNamespace)" in model_card(learn, "ann/a", "a.pt2")
