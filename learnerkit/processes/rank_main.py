@@ -40,6 +40,9 @@ def main() -> None:
     process_id = os.getpid()
     die_with_parent(setup["launcher"])
     tie_forked_children()
+    # The terminal is the launcher's: a rank that asks there, as getpass does, gets an error, rather than being halted.
+    for signum in (signal.SIGTTIN, signal.SIGTTOU):
+        signal.signal(signum, signal.SIG_IGN)
     faulthandler.enable()
     os.set_inheritable(report_fd, False)
     os.environ["LEARNERKIT_HEARTBEAT"] = f"{process_id} {setup['heartbeat']}"

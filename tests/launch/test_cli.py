@@ -1,12 +1,14 @@
 """The launcher, with real processes wherever processes are the point."""
 
 import ctypes
+import fcntl
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import termios
 import textwrap
 import time
 import uuid
@@ -812,6 +814,24 @@ def test_a_terminal_that_stands_still_loses_no_line(launched, tmp_path, options)
     assert (code, says(err)) == (0, [])
     expected = [f"[rank {n}] {n} {i} {'x' * 100}" for n in "01" for i in range(2000)]
     assert sorted(out.splitlines()) == sorted(expected)
+
+
+def test_a_rank_that_asks_the_terminal_fails_and_is_not_halted(script_env, tmp_path):
+    (tmp_path / "job.py").write_text("import getpass\ngetpass.getpass()")
+    terminal, end = os.openpty()
+    # The launcher has the terminal, as in a shell.
+    process = subprocess.Popen(
+        [sys.executable, "-m", "learnerkit.launch", "job.py"], cwd=tmp_path, env=script_env, start_new_session=True,
+        stdin=end, stdout=end, stderr=end, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )  # fmt: skip
+    os.close(end)
+    try:
+        assert process.wait(60) == 1
+        assert "OSError: [Errno 5] Input/output error" in os.read(terminal, 10_000).decode()
+    finally:
+        process.kill()
+        process.wait()
+        os.close(terminal)
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
