@@ -187,7 +187,9 @@ def exit_code(error: BaseException) -> int:
         return 1
     if error.code is None:
         return 0
-    return error.code & 0xFF if isinstance(error.code, int) else 1
+    if not isinstance(error.code, int):
+        return 1
+    return error.code & 0xFF if abs(error.code) < 2**63 else 255  # of a number that is too large Python makes -1
 
 
 def write_report(report_fd: int, code: int, error: BaseException) -> None:

@@ -55,6 +55,12 @@ def test_a_hook_that_fails_does_not_change_the_exit_code(tmp_path):
     assert "ZeroDivisionError" in err
 
 
+@pytest.mark.parametrize("code", [None, 3, -1, 256 + 3, True, 2**70, -(2**70), "a text"])
+def test_the_exit_code_is_that_of_python(code):
+    done = subprocess.run([sys.executable, "-c", f"raise SystemExit({code!r})"], capture_output=True, timeout=100)
+    assert rank_main.exit_code(SystemExit(code)) == done.returncode
+
+
 def test_a_forked_child_may_end_in_its_own_way(tmp_path):
     child = "import warnings; warnings.simplefilter('ignore')\n"  # of a fork beside a thread
     child += "if os.fork() == 0:\n    sys.exit(5)\nassert os.waitstatus_to_exitcode(os.wait()[1]) == 5\nend(0)"
