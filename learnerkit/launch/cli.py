@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
+from zipfile import is_zipfile
 
 from learnerkit import clusters
 from learnerkit.clusters.place import PORT, parse_endpoint
@@ -366,6 +367,8 @@ def choose_command(module: bool, command: list[str]) -> list[str]:
         raise ValueError(f"{command[0]!r} cannot be run, as each process would have to read it: give the script's file")
     if not os.path.isfile(command[0]):
         raise ValueError(f"{command[0]!r} is not a file (in {os.getcwd()}); name a Python script, or use -m")
+    if command[0].endswith(".pyc") or is_zipfile(command[0]):
+        raise ValueError(f"{command[0]!r} is compiled, or an archive; name a Python script, or use -m with PYTHONPATH")
     return command
 
 

@@ -12,6 +12,7 @@ import termios
 import textwrap
 import time
 import uuid
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -566,6 +567,16 @@ def test_the_hook_for_uncaught_errors_is_called_and_the_error_shown_once(launche
     code, out, err = launched("hooked.py", cwd=tmp_path).finish()
     assert (code, out) == (1, "ValueError a failure 7\n")
     assert err.count("ValueError: a failure") == 1
+
+
+def test_what_is_compiled_or_an_archive_is_refused(no_gpu, tmp_path, capsys):
+    (tmp_path / "job.pyc").touch()
+    with zipfile.ZipFile(tmp_path / "job.zip", "w") as archive:
+        archive.writestr("__main__.py", "print('ran')")
+    for name in ("job.pyc", "job.zip"):
+        with pytest.raises(SystemExit):
+            parse([str(tmp_path / name)])
+        assert f"{name}' is compiled, or an archive; name a Python script" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("given", [["--timeout=2"], ["--epochs", "2"]])
