@@ -106,16 +106,16 @@ def integer(environ: Mapping[str, str], name: str, default: int | None = None, l
     return int(value)
 
 
-def parse_endpoint(text: str) -> tuple[str, int]:
+def parse_endpoint(text: str, default_port: int) -> tuple[str, int]:
     """Turn 'host', 'host:port' or '[::1]:port' into its parts.
 
     Raises:
         ValueError: it is none of these.
     """
     parts = re.fullmatch(r"(?:\[([^\]]+)\]|([^\s:\[\]]+))(?::(\d+))?", text)
-    port = int(parts[3] or PORT) if parts else 0
+    port = int(parts[3] or default_port) if parts else 0
     if parts is None or not 0 < port < 65536:
-        raise ValueError(f"{text!r}: give host:port, such as node1:{PORT}")
+        raise ValueError(f"{text!r}: give host:port, such as node1:{default_port}")
     return parts[1] or parts[2], port
 
 

@@ -105,7 +105,7 @@ def kubeflow(environ: Environ) -> Place | None:
             raise ValueError(f"PET_RDZV_BACKEND={environ['PET_RDZV_BACKEND']}: nodes can only meet by c10d")
         endpoint = variable(environ, "PET_RDZV_ENDPOINT")
         try:
-            address, port = parse_endpoint(endpoint)
+            address, port = parse_endpoint(endpoint, PORT)
         except ValueError as error:
             raise ValueError(f"PET_RDZV_ENDPOINT={error}") from None
         least_and_most = {"least": least, "most": most or least}

@@ -4,6 +4,7 @@ import socket
 import struct
 import sys
 
+from learnerkit.clusters.place import parse_endpoint as parse_endpoint
 from learnerkit.processes.machine import LOOPBACK_INTERFACE
 
 ANYWHERE = "192.0.2.1"  # TEST-NET-1 (RFC 5737): no machine has this address, but the kernel has a route to it

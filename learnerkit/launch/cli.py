@@ -15,9 +15,9 @@ from typing import Any, NoReturn
 from zipfile import is_zipfile
 
 from learnerkit import clusters
-from learnerkit.clusters.place import PORT, parse_endpoint
+from learnerkit.clusters.place import PORT
 from learnerkit.launch import jobs, supervise
-from learnerkit.launch.addresses import NodeError
+from learnerkit.launch.addresses import NodeError, parse_endpoint
 from learnerkit.launch.events import LaunchEvents
 from learnerkit.launch.gpus import choose_gpus, gpu_names
 from learnerkit.launch.nodes import begin_alone, begin_with_others
@@ -191,7 +191,9 @@ def process_count(text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"got {text!r}; give a number, or leave it out for one per GPU") from None
+        raise argparse.ArgumentTypeError(
+            f"invalid int value: {text!r}; give a number, or leave it out for one per GPU"
+        ) from None
 
 
 def make_parser(prog: str = "learnerkit.launch") -> Parser:
@@ -398,7 +400,7 @@ def choose_nodes(
             raise ValueError("--rdzv-endpoint does not go with --node-rank, --master-addr or --master-port")
         if options.nnodes is None:
             raise ValueError("--rdzv-endpoint needs --nnodes: how many nodes, such as 2, or 1:4")
-        return Elastic(least, most, *parse_endpoint(options.rdzv_endpoint)), None
+        return Elastic(least, most, *parse_endpoint(options.rdzv_endpoint, PORT)), None
     if least < most:
         raise ValueError(f"--nnodes {options.nnodes} needs --rdzv-endpoint host:port, as nodes may come and go")
     if options.nnodes is not None and most == 1:

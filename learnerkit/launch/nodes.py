@@ -100,7 +100,7 @@ class GroupAttempt(Attempt):
             return self.ended_elsewhere or self._store_lost()
         return self.ended_elsewhere
 
-    def part(self) -> None:
+    def let_others_go_on(self) -> None:
         if self.rendezvous.can_spare_one(self.topology.nodes):
             text = f"{self.names[self.topology.node]} was asked to end: restarting without it"
             with suppress(RuntimeError):

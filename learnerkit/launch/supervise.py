@@ -128,7 +128,7 @@ class Attempt:
         """Tell the other nodes how the attempt has ended here, and return how it has ended for all."""
         return outcome
 
-    def part(self) -> None:
+    def let_others_go_on(self) -> None:
         """Tell the other nodes to go on without this one, if they can; otherwise its end is the end of all."""
 
     def stop(self) -> None:
@@ -153,7 +153,7 @@ def run_attempt(job: Job, attempt: Attempt, signals: SignalQueue) -> Outcome:
             if reason is None and (first := first_failure(ranks)):
                 reason = attempt.agree_on_end(failure(first, topology))  # The others need not wait.
             if reason == signal.SIGTERM:  # as a scheduler sends it to the node that it takes away
-                attempt.part()
+                attempt.let_others_go_on()
             attempt.asked = stop(ranks, signals, reason, job.grace, job.quiet)
         finally:
             kill(ranks)

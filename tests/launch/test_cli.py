@@ -135,7 +135,7 @@ def test_what_follows_the_script_is_its_own(no_gpu, options, nproc, separator):
         (["-m"], "nothing to run"),
         (["no_such_script.py"], "'no_such_script.py' is not a file"),
         (["--nproc", "0", __file__], "--nproc 0: give"),
-        (["--nproc", "two", __file__], "got 'two'; give a number, or leave it out for one per GPU"),
+        (["--nproc", "two", __file__], "invalid int value: 'two'; give a number, or leave it out for one per GPU"),
         (["--nproc", "2", "--gpus", "0", __file__], "--nproc does not go with --gpus"),
         (["--gpus", "0", __file__], "no GPU can be used here"),
         (["--grace", "-1", __file__], "--grace -1.0: give seconds"),

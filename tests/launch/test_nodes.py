@@ -17,9 +17,8 @@ from helpers import mostly_slow
 from launching import SCRIPTS, environment
 from servers import FOREIGN, serving
 
-from learnerkit.clusters.place import parse_endpoint
 from learnerkit.launch import rendezvous
-from learnerkit.launch.addresses import NodeError, interface_of, is_own, own_address
+from learnerkit.launch.addresses import NodeError, interface_of, is_own, own_address, parse_endpoint
 from learnerkit.launch.node_info import check_that_nodes_match, fingerprint, topology_of, versions
 from learnerkit.launch.nodes import begin_alone, begin_with_others
 from learnerkit.launch.rendezvous import Elastic, Rendezvous, Static
@@ -88,13 +87,13 @@ def test_scripts_are_told_apart_by_what_is_in_them(tmp_path):
     ],
 )
 def test_an_endpoint_is_a_host_and_a_port(text, parts):
-    assert parse_endpoint(text) == parts
+    assert parse_endpoint(text, 29500) == parts
 
 
 @pytest.mark.parametrize("text", ["", ":80", "node1:", "node1:x", "node1:0", "node1:70000", "[::1]:"])
 def test_a_text_that_is_no_endpoint_is_refused(text):
     with pytest.raises(ValueError, match="give host:port, such as node1:29500"):
-        parse_endpoint(text)
+        parse_endpoint(text, 29500)
 
 
 def test_addresses_of_this_machine_are_known_as_its_own():
