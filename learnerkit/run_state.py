@@ -7,7 +7,6 @@ it, `DriftCheck` compares it between ranks, and `check_distributed` copies it.
 import copy
 import inspect
 import math
-import random
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -26,16 +25,20 @@ from learnerkit.data.batches import to_device
 from learnerkit.data.iterable import source_of
 from learnerkit.data.order import (
     GENERATORS,
-    data_generators,
-    data_states,
     generator_state,
     has_state,
     order_sources,
+    put_generator,
     put_states,
     set_generator_state,
     states_of,
 )
-from learnerkit.data.position import evaluated_state_dict, load_evaluated_state_dict
+from learnerkit.data.position import (
+    evaluated_state_dict,
+    generators_state_dict,
+    load_evaluated_state_dict,
+    load_generators_state_dict,
+)
 from learnerkit.distributed import seeds
 from learnerkit.events import CancelTrainException
 from learnerkit.files import CheckpointError, Saved, fitted, why_not
@@ -76,7 +79,7 @@ def state_dict(learn: "Learner", first: Mapping[str, Mapping[str, Any]] | None =
     mine = {
         "random": [*map(seeds.without_arrays, seeds.seed_states()), seeds.device_states(learn.dls.device)],
         "seed": torch.initial_seed(),
-        "data": {place: value for place, value in _data_states(learn).items() if value is not None},
+        "data": generators_state_dict(learn.dls.loaders, position),
         "position": {} if position is None else position.own_state_dict(),
         "callbacks": own,
         "alone": alone,
@@ -97,13 +100,6 @@ def state_dict(learn: "Learner", first: Mapping[str, Mapping[str, Any]] | None =
         "loaders": [_loader_state(dl) for dl in loaders] if position is None else evaluated_state_dict(loaders),
         "rank": mine,
     }
-
-
-def _data_states(learn: "Learner") -> State:
-    """Return the states of the `data_generators`: of data that are read again, those at the start of the epoch."""
-    position = learn._position
-    again = position is not None and position.stage == TRAIN
-    return data_states(learn.dls.loaders) | (position.data.generators if again else {})
 
 
 def check_moment(learn: "Learner") -> None:
@@ -566,12 +562,7 @@ def put_rest(learn: "Learner", state: Mapping[str, Any], name: str = "the state"
         *states, devices = rank["random"]
         seeds.set_seed_states(tuple(states))
         seeds.set_device_states(learn.dls.device, devices)
-        data = rank.get("data", {})
-        for place, part, name in [*data_generators(learn.dls.loaders)]:
-            if place in data:
-                # It may be of another kind, or on another device, than when it was saved.
-                with suppress(TypeError, ValueError, RuntimeError):
-                    _put_generator(part, name, data[place])
+        load_generators_state_dict(learn.dls.loaders, rank.get("data", {}))
     else:  # the state has no such rank
         seed = seeds.stream_seed(rank["seed"], distributed.rank())
         distributed.set_seed(seeds.stream_seed(seed, state["counters"]["train_iter"]))
@@ -596,21 +587,7 @@ def _put_callback(cb: Callback, state: State) -> None:
     for name, value in own.get("generators", {}).items():
         is_free = vars(cb).get(name) is None and name not in _NOT_STATE and not callable(getattr(type(cb), name, None))
         if is_free or isinstance(vars(cb).get(name), GENERATORS):
-            _put_generator(cb, name, value)
-
-
-def _put_generator(owner: Any, name: str, state: Any) -> None:
-    """Set the state of an attribute that is a random generator, or that its owner makes when it is first used."""
-    generator = vars(owner).get(name)
-    if generator is None:
-        if isinstance(state, Tensor):
-            generator = torch.Generator()
-        elif isinstance(state, Mapping):
-            generator = np.random.Generator(getattr(np.random, state["bit_generator"])())
-        else:
-            generator = np.random.RandomState() if isinstance(state[0], str) else random.Random()
-    set_generator_state(generator, state)
-    object.__setattr__(owner, name, generator)
+            put_generator(cb, name, value)
 
 
 def _put_attribute(owner: Any, name: str, value: Any) -> None:

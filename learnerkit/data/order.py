@@ -1,7 +1,7 @@
 """The order in which samples are drawn, and the random streams that decide it."""
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
@@ -150,6 +150,20 @@ def set_generator_state(generator: Any, state: Any) -> None:
         generator.bit_generator.state = state
     else:
         generator.set_state(state)
+
+
+def put_generator(owner: Any, name: str, state: Any) -> None:
+    """Set the state of an attribute that is a random generator, or that its owner makes when it is first used."""
+    generator = vars(owner).get(name)
+    if generator is None:
+        if isinstance(state, Tensor):
+            generator = torch.Generator()
+        elif isinstance(state, Mapping):
+            generator = np.random.Generator(getattr(np.random, state["bit_generator"])())
+        else:
+            generator = np.random.RandomState() if isinstance(state[0], str) else random.Random()
+    set_generator_state(generator, state)
+    object.__setattr__(owner, name, generator)
 
 
 def states_at_start(dl: Any) -> tuple:

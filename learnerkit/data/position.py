@@ -1,6 +1,7 @@
 """The position in the training data that a fit has reached."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -8,7 +9,17 @@ import torch
 from learnerkit import distributed
 from learnerkit.data.batches import loader_len
 from learnerkit.data.iterable import IterablePlace
-from learnerkit.data.order import epoch_seed, has_index, has_state, order_sources, put_states, states_of
+from learnerkit.data.order import (
+    data_generators,
+    data_states,
+    epoch_seed,
+    has_index,
+    has_state,
+    order_sources,
+    put_generator,
+    put_states,
+    states_of,
+)
 from learnerkit.data.stream import starts_workers
 from learnerkit.distributed import seeds
 from learnerkit.state import State
@@ -232,6 +243,26 @@ def load_evaluated_state_dict(loaders: Sequence, states: Sequence[list]) -> None
     for sources, of_samplers in zip(_evaluated(loaders), states, strict=False):
         if len(sources) == len(of_samplers):
             put_states(sources, of_samplers)
+
+
+def generators_state_dict(loaders: Sequence, position: Position | None) -> State:
+    """Return the states of the `data_generators` that are made; of data that are read again, as at the epoch's start.
+
+    Args:
+        loaders: the user's loaders.
+        position: the position of a fit.
+    """
+    again = position.data.generators if position is not None and position.stage == "train" else {}
+    return {place: state for place, state in (data_states(loaders) | again).items() if state is not None}
+
+
+def load_generators_state_dict(loaders: Sequence, states: State) -> None:
+    """Restore the result of `generators_state_dict`."""
+    for place, part, name in [*data_generators(loaders)]:
+        if place in states:
+            # It may be of another kind, or on another device, than when it was saved.
+            with suppress(TypeError, ValueError, RuntimeError):
+                put_generator(part, name, states[place])
 
 
 def _evaluated(loaders: Sequence) -> list[list]:
