@@ -228,7 +228,8 @@ def same_stream(
             batch = next(stream)
             inside = seeds.seed_states()
         except StopIteration:
-            if advance and not isinstance(seed, int) and same(first, outside):
+            # A state that was loaded has no arrays.
+            if advance and not isinstance(seed, int) and same(*map(seeds.without_arrays, (first, outside))):
                 outside = seeds.seed_states()
             return
         finally:
