@@ -380,23 +380,26 @@ class RankDispatch(Dispatch):
         """Tell whether an event of this batch has begun."""
         return _PLACES.get(event, -1) <= self._place
 
-    def resume(self, event: str) -> bool:
+    def resume(self, event: str) -> list[CancelException] | None:
         """Run the hooks of an event that are left after the one that stopped it, or fire the event if it has not begun.
 
         Cancels that concern all ranks are kept for the next vote; those that concern this rank alone are dropped.
 
         Returns:
-            Whether there was anything to run.
+            The cancels that were dropped, or `None` if there was nothing to run.
         """
         if self.has_passed(event) and event not in self.stopped:
-            return False
+            return None
+        dropped: list[CancelException] = []
         hooks = self.stopped.pop(event, self.table[event])
         while hooks:  # a hook may cancel again
-            of_this_rank = suppress(CancelBatchException, CancelBackwardException, CancelStepException)
-            with self.agreement.keeping(), of_this_rank:
-                self._call(event, hooks)
+            with self.agreement.keeping():
+                try:
+                    self._call(event, hooks)
+                except (CancelBatchException, CancelBackwardException, CancelStepException) as cancel:
+                    dropped.append(cancel)
             hooks = self.stopped.pop(event, [])
-        return True
+        return dropped
 
     def _call(self, event: str, hooks: list) -> None:
         self._place = max(self._place, _PLACES.get(event, -1))  # a closure repeats earlier events

@@ -8,7 +8,7 @@ import torch
 from learnerkit import distributed
 from learnerkit.callback import Callback
 from learnerkit.data.cuts import cut_rows
-from learnerkit.events import CancelException
+from learnerkit.events import CancelException, CancelStepException
 from learnerkit.gradient_mean import StepGradient, counts_something
 from learnerkit.losses import output_of, pass_kept
 from learnerkit.marks import collective
@@ -84,7 +84,7 @@ class LeftBatch(Callback):
             self.step_unless_all_skip(clears=False)
         elif step.is_open():  # GradientAccumulation ends such a batch on all ranks alike
             self.finish_after_backward()
-        if step.stepped and step.dispatch.resume("after_step"):
+        if step.stepped and step.dispatch.resume("after_step") is not None:
             step.clear()  # the other ranks clear their gradients, too
         step.joined.close()
 
@@ -147,17 +147,25 @@ class LeftBatch(Callback):
         if step.stepped is not None or self._is_alone():
             return
         # A rank that has skipped these hooks by a CancelBackwardException takes the step all the same.
-        all_skip = self.finish_after_backward() and step.all_skip(step.point + 1)
+        all_skip, cancels = self.finish_after_backward() and step.all_skip(step.point + 1), None
         if not all_skip:
-            dispatch.resume("before_step")  # clipping, for example, must run as on the other ranks
+            cancels = dispatch.resume("before_step")  # clipping, for example, must run as on the other ranks
             step.point = STEP - 1
             all_skip = step.all_skip(STEP)
         if all_skip:
             mine = torch.tensor([clears or counts_something(step.count), clears], dtype=torch.int32)
             counts, one_clears = distributed.reduce(mine, "max", among="votes").tolist()
-            # If all ranks have cancelled the last batch of an accumulated step, it is taken from the other batches.
             if counts or not float(step.mean.counted):  # a host-device sync
                 step.stepped, step.clears = False, bool(one_clears)
+                return
+            # All ranks have cancelled the last batch of an accumulated step, which is taken from the other batches,
+            # unless hooks cancel it on every rank, as after an overflow.
+            cancels = dispatch.resume("before_step") or cancels or []
+            takes = not any(isinstance(cancel, CancelStepException) for cancel in cancels)
+            if not distributed.reduce(int(takes), "max", among="votes"):  # every rank must reach this
+                step.stepped = False
+                dispatch.resume("after_step")
+                step.clear()
                 return
         dispatch.resume("before_step")
         self.learn._step()

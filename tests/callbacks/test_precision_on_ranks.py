@@ -136,6 +136,37 @@ def test_ranks_skip_an_overflowing_step_alike(n_batches):
     assert (len(note.skipped), learn.mixed_precision.skipped) == (1, 1)
 
 
+class Overflows(Callback):
+    """Lets the second batch overflow, and leaves the third, with which a step is due; counts the ends of steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.steps = 0
+
+    def before_batch(self):
+        if self.training and self.iter == 2:
+            raise CancelBatchException
+
+    def after_loss(self):
+        if self.training and self.iter == 1:
+            self.learn.loss_grad = self.loss_grad * torch.inf
+
+    def after_step(self):
+        self.steps += 1
+
+
+def test_an_overflow_skips_a_step_whose_last_batch_all_ranks_have_left():
+    def run(alone):
+        cbs = [MixedPrecision(init_scale=256.0), GradientAccumulation(n_batches=3), Overflows(), Norms()]
+        learn, found = trained(cbs, alone=alone, kind=torch.float64)  # autocast leaves numbers of 64 bits as they are
+        precision = learn.mixed_precision
+        return found, [learn.overflows.steps, precision.skipped, learn.norms.scales]
+
+    (expected, alone), (found, together) = run(True), run(False)
+    assert together == alone == [4, 2, [256.0, 256.0, 128.0, 128.0, 128.0, 128.0, 64.0, 64.0]]
+    assert torch.allclose(found, expected, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize(
     "event", mostly_slow(["before_batch", "after_pred", "after_backward", "before_step"], "after_pred", "before_step")
 )
