@@ -147,8 +147,8 @@ def draw(seed, ranks=(1,), shard=False):
         job["average"] = "ema" if job["average"] == "a layer's" else job["average"]
         job["watch"] = None if job["parts"] else job["watch"]
     if not job["split_batches"]:
-        leave("short")  # it is of the steps of a rank
-        leave("drop_last")  # the last batch of one process may be a whole one of the ranks
+        # A short epoch has so many steps of a rank; the last batch of one process may be a whole one of the ranks.
+        leave("short", "drop_last")
     if job["after"] == "other batches" and job["samples"] < 2 * job["batch"]:
         leave("drop_last")
     if job["data"].startswith("stream"):
@@ -269,14 +269,10 @@ class StreamWithState(IterableDataset):
 
 
 class Permuted(Sampler):
-    """Another permutation in each epoch, by a number that the sampler counts, or by `set_epoch`."""
+    """Another permutation in each iteration."""
 
-    def __init__(self, n, by_epoch):
+    def __init__(self, n):
         self.n, self.seed = n, 0
-        name = "set_epoch" if by_epoch else "load_state_dict"
-        setattr(self, name, self._set)
-        if not by_epoch:
-            self.state_dict = self._state
 
     def __len__(self):
         return self.n
@@ -285,11 +281,22 @@ class Permuted(Sampler):
         seed, self.seed = self.seed, self.seed + 1
         return iter(torch.randperm(self.n, generator=torch.Generator().manual_seed(seed)).tolist())
 
-    def _set(self, seed):
+
+class PermutedWithState(Permuted):
+    """One that says how often it was iterated."""
+
+    def state_dict(self):
+        return self.seed
+
+    def load_state_dict(self, seed):
         self.seed = seed
 
-    def _state(self):
-        return self.seed
+
+class PermutedByEpoch(Permuted):
+    """One whose permutation is that of the epoch."""
+
+    def set_epoch(self, epoch):
+        self.seed = epoch
 
 
 def uneven_batches(n, batch):
@@ -333,8 +340,8 @@ def make_loaders(job, batch):
             "in order": {"shuffle": False},
             "weighted": {"sampler": WeightedRandomSampler(torch.arange(1.0, n + 1), n, generator=rng)},
             "generator": {"generator": rng},
-            "by a state": {"sampler": Permuted(n, by_epoch=False)},
-            "by the epoch": {"sampler": Permuted(n, by_epoch=True)},
+            "by a state": {"sampler": PermutedWithState(n)},
+            "by the epoch": {"sampler": PermutedByEpoch(n)},
             "own batches": {"batch_sampler": uneven_batches(n, batch)},
         }[job["order"]]
         options |= {"drop_last": True} if job["drop_last"] else {}
