@@ -271,6 +271,6 @@ class IterablePlace:
     def note_start(self, loader: Any) -> None:
         """Save the states of the generators at the start of an epoch, if `loader` may be read again."""
         if not has_index(loader) and source_of(loader) is None:
-            self.generators = data_states([loader])
+            self.generators = data_states([loader])  # The training loader is the first of all loaders.
         if self._reads_again and self.states is None:
             self.states = states_at_start(loader) if isinstance(loader, DataLoader) else seeds.seed_states()

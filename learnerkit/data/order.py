@@ -129,8 +129,9 @@ def data_generators(loaders: Iterable) -> Iterator[tuple[str, Any, str]]:
 
 def data_states(loaders: Iterable) -> dict[str, Any]:
     """Return the states of the `data_generators` by their names, with `None` for those that are not made yet."""
-    found = {place: vars(part)[name] for place, part, name in data_generators(loaders)}
-    return {place: None if value is None else generator_state(value) for place, value in found.items()}
+    return {
+        place: (value := vars(part)[name]) and generator_state(value) for place, part, name in data_generators(loaders)
+    }
 
 
 def generator_state(generator: Any) -> Any:

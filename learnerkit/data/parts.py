@@ -31,6 +31,11 @@ def _array(valid: Any) -> np.ndarray:
     return np.array(rows.tolist()) if rows.dtype == object and {*map(type, rows.flat)} == {bool} else rows
 
 
+def _told(valid: Any) -> str:
+    """Return a text of one line for messages: of a Series or an array, its shape and type."""
+    return describe(np.asarray(valid)) if hasattr(valid, "dtype") else repr(valid)
+
+
 def held_out(valid: Any, groups: Any, seed: int) -> np.ndarray:
     """Return a mask of the rows to validate on.
 
@@ -44,7 +49,7 @@ def held_out(valid: Any, groups: Any, seed: int) -> np.ndarray:
         ValueError: another `valid`, or one that leaves no row to train on or to validate on.
     """
     groups = np.asarray(groups)
-    n, got = len(groups), describe(np.asarray(valid)) if hasattr(valid, "dtype") else repr(valid)
+    n = len(groups)
     mask = np.zeros(n, bool)
     if isinstance(valid, float) and 0 < valid < 1:
         order = torch.randperm(n, generator=torch.Generator().manual_seed(seed)).numpy()
@@ -59,13 +64,13 @@ def held_out(valid: Any, groups: Any, seed: int) -> np.ndarray:
         mask[rows.astype(int)] = True
     else:
         raise ValueError(
-            f"got valid={got}; it is a share between 0 and 1, a mask of the {n:,} rows, a list of row numbers from "
-            "0 to the last, or None"
+            f"got valid={_told(valid)}; it is a share between 0 and 1, a mask of the {n:,} rows, a list of row numbers "
+            "from 0 to the last, or None"
         )
     if mask.all() or (valid is not None and not mask.any()):
         several = isinstance(valid, float) and len(np.unique(groups)) > 1
         raise ValueError(
-            f"valid={got} leaves {n - mask.sum()} rows to train on and {mask.sum()} to validate on"
+            f"valid={_told(valid)} leaves {n - mask.sum()} rows to train on and {mask.sum()} to validate on"
             + f"; it is a share of each of the {len(np.unique(groups)):,} classes" * several
         )
     return mask

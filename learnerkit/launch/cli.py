@@ -325,7 +325,7 @@ def parse(argv: Sequence[str] | None, prog: str = "learnerkit.launch") -> Plan |
     )  # fmt: skip
     # A script that reads no arguments would say nothing, and run on another number of processes than was meant.
     counts = () if options.nproc or options.gpus or options.nnodes else COUNTS
-    restarts = options.max_restarts if options.max_restarts is not None else place.restarts if place else 0
+    restarts = place.restarts if place and options.max_restarts is None else options.max_restarts or 0
     restarts = 0 if options.check else restarts  # Another check would say the same.
     return Plan(job, restarts, nodes, port, say_where_options_stand(script, counts),
                 place.attempt if place else 0)  # fmt: skip

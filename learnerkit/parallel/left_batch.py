@@ -147,9 +147,10 @@ class LeftBatch(Callback):
         if step.stepped is not None or self._is_alone():
             return
         # A rank that has skipped these hooks by a CancelBackwardException takes the step all the same.
-        all_skip, cancels = self.finish_after_backward() and step.all_skip(step.point + 1), None
+        all_skip = self.finish_after_backward() and step.all_skip(step.point + 1)
+        # Clipping, for example, must run as on the other ranks.
+        cancels = [] if all_skip else dispatch.resume("before_step") or []
         if not all_skip:
-            cancels = dispatch.resume("before_step")  # clipping, for example, must run as on the other ranks
             step.point = STEP - 1
             all_skip = step.all_skip(STEP)
         if all_skip:
@@ -160,9 +161,9 @@ class LeftBatch(Callback):
                 return
             # All ranks have cancelled the last batch of an accumulated step, which is taken from the other batches,
             # unless hooks cancel it on every rank, as after an overflow.
-            cancels = dispatch.resume("before_step") or cancels or []
-            takes = not any(isinstance(cancel, CancelStepException) for cancel in cancels)
-            if not distributed.reduce(int(takes), "max", among="votes"):  # every rank must reach this
+            cancels += dispatch.resume("before_step") or []
+            cancelled = any(isinstance(cancel, CancelStepException) for cancel in cancels)
+            if distributed.reduce(int(cancelled), "min", among="votes"):  # every rank must reach this
                 step.stepped = False
                 dispatch.resume("after_step")
                 step.clear()
