@@ -12,6 +12,7 @@ from itertools import count, pairwise
 from pathlib import Path
 
 import torch
+from resume_jobs import Placed
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import LBFGS, SGD, Adam, AdamW, RMSprop
@@ -68,7 +69,9 @@ OPTIONS = {
     "valid": (17, 0, 5),
     "batch": (12, 6),
     "data": ("tensors", "rows", "mappings", "subset", "stream", "stream with a state"),
-    "order": ("shuffled", "in order", "weighted", "generator", "by a state", "by the epoch", "own batches"),
+    "order": (
+        "shuffled", "in order", "weighted", "generator", "by a state", "by the epoch", "by a place", "own batches",
+    ),
     "workers": (0, 2),
     "split_batches": (True, False),
     "drop_last": (False, True),
@@ -104,7 +107,10 @@ OPTIONS = {
     "schedule": (False, True),
     "backward": ("the library's", "its own"),
     "watch": (None, "noise", "monitor", "recompute", "drift"),
-    "after": (None, "validate", "predictions", "saved", "other data", "other batches", "thawed", "reset"),
+    "after": (
+        None, "validate", "predictions", "saved", "other data", "other batches", "thawed", "reset", "looks", "state",
+        "all loaders",
+    ),
     "context": ("of all fits", "of each"),
     "fits": (1, 2, 3),
     "first": FITS, "second": FITS, "third": FITS,
@@ -156,7 +162,9 @@ def draw(seed, ranks=(1,), shard=False):
         job["short"] = job["short"] and 2
     if job["data"] == "stream with a state" and (job["short"] or job["cancel"] in ("epoch", "train")):
         leave("data")  # a pass that is left goes on in the next epoch, which may have no batches then
-    if job["order"] in ("weighted", "by a state", "by the epoch", "own batches"):
+    if job["order"] == "by a place" and (job["short"] or job["cancel"] in ("epoch", "train")):
+        leave("order")  # a pass that is left goes on where it was, but only in a resumed run
+    if job["order"] in ("weighted", "by a state", "by the epoch", "by a place", "own batches"):
         leave("after")  # its sampler is for this data
     if job["order"] == "own batches":
         leave("split_batches", "drop_last", "carried")
@@ -188,13 +196,13 @@ def draw(seed, ranks=(1,), shard=False):
     for name in ("first", "second", "third"):
         if job["data"].startswith("stream") or job["tracker"] == "plateau":
             job[name] = job[name] if job[name] in CONSTANT else "fit"
-        if job["cancel"] in ("train", "epoch"):
+        if job["cancel"] in ("train", "epoch") or job["order"] == "by a place":
             job[name] = job[name] if job[name] not in ("steps", "lr_find") else "fit"
     if job["cancel"] in ("train", "epoch"):
         leave("validate")
     if job["loss"] == "several":
         leave("accumulate", "parts", "penalty", "mix", "backward", "inside")
-        job["after"] = None if job["after"] == "predictions" else job["after"]
+        job["after"] = None if job["after"] in ("predictions", "all loaders") else job["after"]
         job["watch"] = None if job["watch"] == "noise" else job["watch"]
     if job["loss"] in ("trained", "reads the inputs"):
         leave("mix", "parts", "backward")
@@ -204,14 +212,14 @@ def draw(seed, ranks=(1,), shard=False):
         leave("split_batches", "parts", "mix", "short")
         job["watch"] = None if job["watch"] == "noise" else job["watch"]
         job["valid"] = 2 * job["batch"] if job["valid"] else 0
-        if job["after"] == "other batches":
+        if job["after"] in ("other batches", "all loaders"):
             leave("after")
     if job["carried"] or job["norm"] == "batch":
         job["drop_last"] = True  # batches of other sizes, or of one sample, are refused
         job["data"] = "rows" if job["data"].startswith("stream") else job["data"]
     if not job["valid"]:
         leave("tracker", "validate", "inside")
-        job["after"] = None if job["after"] in ("validate", "predictions") else job["after"]
+        job["after"] = None if job["after"] in ("validate", "predictions", "all loaders") else job["after"]
     return job
 
 
@@ -342,12 +350,15 @@ def make_loaders(job, batch):
             "generator": {"generator": rng},
             "by a state": {"sampler": PermutedWithState(n)},
             "by the epoch": {"sampler": PermutedByEpoch(n)},
+            "by a place": {"sampler": Placed(n)},
             "own batches": {"batch_sampler": uneven_batches(n, batch)},
         }[job["order"]]
         options |= {"drop_last": True} if job["drop_last"] else {}
         options["num_workers"] = job["workers"]
     kind = KINDS[job["data"].removesuffix(" with a state")]
     valid = [kind(*make_samples(job, job["valid"], seed + 1))] if job["valid"] else []
+    if job["after"] == "all loaders":
+        valid.append(kind(*make_samples(job, job["valid"] + 1, seed + 2)))
     train = KINDS[job["data"]](*make_samples(job, n, seed))
     return DataLoaders.from_datasets(train, *valid, bs=batch, valid_bs=batch, device="cpu", **options)
 
@@ -608,6 +619,14 @@ def do_after(learn, job, batch, folder):
     after = job["after"]
     if after == "validate":
         return learn.validate()
+    if after == "looks":
+        learn.dls.one_batch()
+        learn.summary()
+        learn.state_dict()
+    if after == "state":
+        learn.load_state_dict(deepcopy(learn.state_dict()))
+    if after == "all loaders":
+        return [x for i in (1, 2) for x in (*learn.validate(i), *learn.get_preds(i)[0].flatten().tolist())]
     if after == "predictions":
         return learn.get_preds()[0].flatten().tolist()
     if after == "other data":

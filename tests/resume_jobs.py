@@ -324,6 +324,31 @@ class Counting:
         self.epoch = state["epoch"]
 
 
+class Placed:
+    """A sampler whose state is a place in its pass, as that of torchdata's StatefulDistributedSampler."""
+
+    def __init__(self, n):
+        self.n, self.epoch, self.place, self.next_place = n, 0, 0, None
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return self.n
+
+    def __iter__(self):
+        self.place, self.next_place = self.next_place or 0, None
+        for i in torch.randperm(self.n, generator=torch.Generator().manual_seed(self.epoch))[self.place :].tolist():
+            self.place += 1
+            yield i
+
+    def state_dict(self):
+        return {"place": self.place}
+
+    def load_state_dict(self, state):
+        self.next_place = state["place"]
+
+
 class Shuffling(Counting):
     """Shuffles its lists and arrays in place, each epoch from the order of the one before."""
 

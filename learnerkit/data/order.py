@@ -1,9 +1,10 @@
 """The order in which samples are drawn, and the random streams that decide it."""
 
 import random
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from copy import deepcopy
+from contextlib import ExitStack, contextmanager
+from copy import copy, deepcopy
 from typing import Any
 
 import numpy as np
@@ -105,11 +106,25 @@ def put_states(sources: Sequence[Any], states: Sequence[Any]) -> None:
             f"the training loader and its samplers have {len(sources)} random generators and states, and had "
             f"{len(states)} when they were saved; give them the same ones"
         )
-    for source, state in zip(sources, states, strict=True):
+    pairs = sorted(zip(sources, states, strict=True), key=lambda pair: isinstance(pair[0], GENERATORS))
+    for source, state in pairs:  # the generators last, because samplers may draw from them here
         if isinstance(source, GENERATORS):
             set_generator_state(source, state)
         else:
-            source.load_state_dict(deepcopy(state))
+            _put_sampler_state(source, state)
+
+
+def _put_sampler_state(sampler: Any, state: Any) -> None:
+    """Load a sampler's state, also one from the end of a pass, so that its next pass has items.
+
+    The state of torchdata's `StatefulDistributedSampler`, for one, is a place in a pass: loaded from the end of a pass,
+    it first ends this pass, without an item.
+    """
+    sampler.load_state_dict(deepcopy(state))
+    with keep_seeds():
+        for _ in sampler:
+            sampler.load_state_dict(deepcopy(state))  # take the item back
+            break
 
 
 def data_generators(loaders: Iterable) -> Iterator[tuple[str, Any, str]]:
@@ -167,6 +182,30 @@ def put_generator(owner: Any, name: str, state: Any) -> None:
     object.__setattr__(owner, name, generator)
 
 
+def put_back_attributes(owner: Any, stack: ExitStack) -> None:
+    """Register on `stack` what restores an object's attributes, the content of its containers, and its generators."""
+    for x in (getattr(owner, "__dict__", {}), *attribute_values(owner)):
+        if type(x) in _CONTAINERS:
+            stack.callback(_refill, x, copy(x))
+        elif isinstance(x, GENERATORS):
+            stack.callback(set_generator_state, x, generator_state(x))
+
+
+_CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
+
+
+def _refill(x: Any, content: Any) -> None:
+    x.clear()
+    (x.update if isinstance(x, dict | set) else x.extend)(content)
+
+
+def attribute_values(owner: Any) -> list[Any]:
+    """Return the attributes of an object, and the items of those that are containers, but nothing deeper."""
+    values = list(getattr(owner, "__dict__", {}).values())
+    inside = [x.values() if isinstance(x, dict) else x for x in values if type(x) in (tuple, *_CONTAINERS)]
+    return [*values, *(item for items in inside for item in items)]
+
+
 def states_at_start(dl: Any) -> tuple:
     """Return the states that the global generators will have when the samplers of `dl` draw, if an epoch begins now."""
     with keep_seeds():
@@ -206,16 +245,22 @@ def refuse_iterator(dl: Any, which: str = "") -> None:
 
 
 def first_batch(dl: Any) -> Any:
-    """Return the first batch of a loader, read in this process and without moving a random stream.
+    """Return the first batch of a loader, read in this process; random streams, samplers and data with a state stay.
 
     Raises:
         ValueError: the loader is an iterator, which cannot give the batch again, or it has no batch.
     """
     refuse_iterator(dl)
-    read = dl
+    read = source = dl
     if isinstance(dl, DataLoader):  # one batch needs no workers
-        read = with_batches(dl, num_workers=0, timeout=0, persistent_workers=False)
-    with keep_seeds(read):
+        read, source = with_batches(dl, num_workers=0, timeout=0, persistent_workers=False), dl.dataset
+    with ExitStack() as stack, keep_seeds(read):
+        for sampler in samplers_of(read):
+            put_back_attributes(sampler, stack)
+        if has_state(source):
+            # This runs after the state is restored: from a state at its end, some sources would not begin again.
+            put_back_attributes(source, stack)
+            stack.callback(source.load_state_dict, deepcopy(source.state_dict()))
         for batch in read:
             return batch
     raise ValueError(f"the loader is empty{why_empty(dl)}")

@@ -117,8 +117,9 @@ def _state_begun(learn: "Learner") -> Iterator[None]:
     with ExitStack() as stack:
         for cb in running(learn.cbs, CarriedState):
             stack.enter_context(replaced(cb, _state=None, _new=[]))
-            stack.callback(cb.cleanup_fit)
-            cb.before_fit()
+            if not learn._in_fit:  # in a fit the callback has begun
+                stack.callback(cb.cleanup_fit)
+                cb.before_fit()
         yield
 
 

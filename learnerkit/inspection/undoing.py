@@ -1,7 +1,5 @@
 """Undoing what a trial changes: training, or running a model, that leaves no trace on a learner."""
 
-import copy
-from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
@@ -19,13 +17,12 @@ from learnerkit.callback import Callback
 from learnerkit.data.batches import rows_of, to_device
 from learnerkit.data.iterable import source_of
 from learnerkit.data.order import (
-    GENERATORS,
+    attribute_values,
     first_batch,
-    generator_state,
     has_state,
     keep_seeds,
+    put_back_attributes,
     samplers_of,
-    set_generator_state,
     with_batches,
 )
 from learnerkit.explain import explain, explanation
@@ -218,25 +215,6 @@ def _without_shape(module: nn.Module) -> str:
     return next((name for name, t in tensors if is_lazy(t)), "")
 
 
-def put_back_attributes(owner: Any, stack: ExitStack) -> None:
-    """Register on `stack` what restores an object's attributes, the content of its containers, and its generators."""
-    for x in (getattr(owner, "__dict__", {}), *attribute_values(owner)):
-        if type(x) in _CONTAINERS:
-            stack.callback(_refill, x, copy.copy(x))
-        elif isinstance(x, GENERATORS):
-            stack.callback(set_generator_state, x, generator_state(x))
-
-
-_CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
-
-
-def attribute_values(owner: Any) -> list[Any]:
-    """Return the attributes of an object, and the items of those that are containers, but nothing deeper."""
-    values = list(getattr(owner, "__dict__", {}).values())
-    inside = [x.values() if isinstance(x, dict) else x for x in values if type(x) in (tuple, *_CONTAINERS)]
-    return [*values, *(item for items in inside for item in items)]
-
-
 def held_tensors(*owners: Any) -> list[Tensor]:
     """Return the plain tensors of modules (parameters, buffers, attributes), of other objects and of partials."""
     values: list = []
@@ -251,11 +229,6 @@ def held_tensors(*owners: Any) -> list[Tensor]:
 def state_tensors(opts: Iterable[Optimizer]) -> list[Tensor]:
     """Return the tensors that optimizers keep from step to step."""
     return [t for opt in opts for state in opt.state.values() for t in tensors_in(state)]
-
-
-def _refill(x: Any, content: Any) -> None:
-    x.clear()
-    (x.update if isinstance(x, dict | set) else x.extend)(content)
 
 
 def _put_back_modules(owner: Any, stack: ExitStack, keep: TensorFunction) -> None:

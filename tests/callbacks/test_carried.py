@@ -138,6 +138,14 @@ class Named(nn.Module):
         return new[:, :1], {"h": new, "seen": state["seen"] + 1}
 
 
+def test_a_summary_in_mid_fit_leaves_the_callback_to_this_fit():
+    learn = learner(cbs=[Hidden(dim=1), Callback(before_train=lambda cb: str(cb.learn.summary()))])
+    with learn.no_bar(), learn.no_logging():
+        learn.fit(1)
+        learn.fit(1)
+    assert not learn.model._forward_hooks
+
+
 class Dict(CarriedState):
     def start(self, n):
         return {"h": torch.zeros(n, 2), "seen": torch.zeros(())}

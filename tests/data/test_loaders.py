@@ -1,11 +1,14 @@
 """DataLoaders: what they hold, and what they are made of."""
 
 from collections import namedtuple
+from functools import partial
 
 import pytest
 import torch
 from helpers import Seen, make_dls, make_learner
-from torch.utils.data import Dataset, IterableDataset, RandomSampler, SequentialSampler, TensorDataset
+from random_jobs import StreamWithState
+from resume_jobs import Counting
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, TensorDataset
 
 from learnerkit import Callback, DataLoaders
 from learnerkit.data.rows import RowsLoader
@@ -73,6 +76,33 @@ def test_one_batch_leaves_the_generators_alone():
     state = torch.get_rng_state()
     assert len(dls.one_batch()[0]) == 4
     assert torch.equal(state, torch.get_rng_state())
+
+
+class Around:
+    """A loader of another kind, whose state is that of the data inside it."""
+
+    def __init__(self, data):
+        self.state_dict, self.load_state_dict = data.state_dict, data.load_state_dict
+        self.inner = DataLoader(data, 4)
+
+    def __iter__(self):
+        return iter(self.inner)
+
+
+@pytest.mark.parametrize("make", [partial(DataLoader, batch_size=4), Around], ids=["loader", "own"])
+def test_one_batch_takes_no_batch_from_data_with_a_state(make):
+    dls = DataLoaders(make(StreamWithState(torch.arange(6), torch.zeros(6))), device="cpu")
+    first, *rest = dls.train
+    expected = [first[0].tolist(), *(batch[0].tolist() for batch in rest)]
+    dls = DataLoaders(make(StreamWithState(torch.arange(6), torch.zeros(6))), device="cpu")
+    assert dls.one_batch()[0].tolist() == expected[0]
+    assert [batch[0].tolist() for batch in dls.train] == expected
+
+
+def test_one_batch_leaves_samplers_alone():
+    dls = DataLoaders(DataLoader(numbers(20), 4, sampler=Counting(20)), device="cpu")
+    first, other = dls.one_batch(), dls.one_batch()
+    assert torch.equal(first[0], other[0])
 
 
 def test_other_datasets_go_through_torch():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import make_learner, raises, raising
-from resume_jobs import Counting, Shuffling
+from resume_jobs import Counting, Placed, Shuffling
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SubsetRandomSampler, TensorDataset
@@ -151,7 +151,7 @@ def test_a_second_fit_has_another_order_also_where_the_loader_has_a_generator_of
 # What decides the order of the next epoch
 
 
-@pytest.mark.parametrize("kind", [Counting, Shuffling])
+@pytest.mark.parametrize("kind", [Counting, Shuffling, Placed])
 def test_the_next_epoch_is_the_one_that_would_have_followed(kind):
     dl, other = (DataLoader(range(12), 4, sampler=kind(12)) for _ in range(2))
     list(dl)
