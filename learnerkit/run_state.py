@@ -666,11 +666,11 @@ class Resumption:
         with fitting(self.name):
             put_model(learn, self.state, self.with_opt, self.name)
             learn.train_iter, learn.epoch = counters["train_iter"], counters["epoch"]
+            if data and data["samplers"] is not None:
+                put_states(order_sources(learn.dls.train), data["samplers"])  # perhaps no epoch is left that does it
             if place == FIT:
-                if data is not None and data["samplers"] is not None:
-                    put_states(order_sources(learn.dls.train), data["samplers"])
-                    ended = data, own
-            elif data is None or position is None:
+                ended = data and (data, own)
+            elif not data or position is None:
                 learn.start_epoch = counters["epoch"] + (place == EPOCH)
             else:
                 learn.start_epoch = data["epoch"]

@@ -141,7 +141,7 @@ class Position:
     @property
     def is_unread(self) -> bool:
         """A flag that is True if another process has read the epoch's data, so that their source is not at its end."""
-        return self.data.found is not None or bool(self.data.own)
+        return self._loaded is not None or self.data.found is not None or bool(self.data.own)
 
     def follow(self, state: State, own: State) -> None:
         """Continue after an earlier fit.

@@ -32,6 +32,7 @@ from helpers import (
     raising,
     weights,
 )
+from random_jobs import StreamWithState
 from resume_jobs import (
     CARRIED,
     EPOCHS,
@@ -50,6 +51,7 @@ from resume_jobs import (
     run,
 )
 from torch import nn
+from torch.utils.data import DataLoader
 
 from learnerkit import (
     Callback,
@@ -572,6 +574,27 @@ def test_a_longer_schedule_has_its_own_rates_from_the_first_batch_on(tmp_path):
         with learn.no_logging(), suppress(ZeroDivisionError), warnings.catch_warnings(action="ignore"):
             learn.fit(n, cbs=ParamScheduler({"lr": SchedLin(0.1, 0.0)}))
     assert learn.recorder.lrs[3:] == pytest.approx([0.1 * (1 - k / 8) for k in range(3, 8)])
+
+
+@pytest.mark.parametrize("length", [{"n_epoch": 2}, {"n_steps": 5}], ids=["epochs", "steps"])
+@pytest.mark.parametrize("data", ["a generator's order", "a stream with a state"])
+def test_a_fit_that_dies_before_its_end_is_saved_leaves_the_next_one_its_place_in_the_data(data, length, tmp_path):
+    def losses(*cbs, dies=False):
+        rows = make_data(12)
+        if data == "a stream with a state":
+            train = DataLoader(StreamWithState(*rows.tensors), 4)
+        else:
+            train = DataLoader(rows, 4, shuffle=True, generator=torch.Generator().manual_seed(3))
+        fails = raising("after_fit", Killed, lambda cb: dies, order=9_999)
+        learn = make_learner(DataLoaders(train, device="cpu"), cbs=[fails, *cbs])
+        with learn.no_logging(), suppress(Killed):
+            learn.fit(**length)
+            learn.fit(1)
+        return learn.recorder.losses
+
+    whole = losses()
+    losses(CheckpointCallback(tmp_path), dies=True)
+    assert losses(CheckpointCallback(tmp_path, resume=True)) == whole
 
 
 def test_ends_of_many_fits_are_not_all_kept(tmp_path, monkeypatch):
