@@ -1731,6 +1731,8 @@ class Learner(RunState):
             CheckpointError: a callback's `state_dict` does not return a dict.
         """
         run_state.check_moment(self)
+        if self._position is not None:
+            self._position.note_loader(self.dls.train)
         return map_batch(Gatherer(), run_state.state_dict(self), lambda x: x)
 
     @public

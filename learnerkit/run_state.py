@@ -666,8 +666,6 @@ class Resumption:
         with fitting(self.name):
             put_model(learn, self.state, self.with_opt, self.name)
             learn.train_iter, learn.epoch = counters["train_iter"], counters["epoch"]
-            if data and data["samplers"] is not None:
-                put_states(order_sources(learn.dls.train), data["samplers"])  # perhaps no epoch is left that does it
             if place == FIT:
                 ended = data and (data, own)
             elif not data or position is None:
@@ -676,8 +674,11 @@ class Resumption:
                 learn.start_epoch = data["epoch"]
                 position.load_state_dict(data)
                 position.load_own_state_dict(own)
-        # A fit that is shorter now may have no epoch left, and so no `before_train`.
-        if place in (EPOCH, FIT) or (learn.n_epoch is not None and learn.start_epoch >= learn.n_epoch):
+            # A fit that is shorter now, or had only to end, has no epoch left, and so no `before_train`.
+            trained = counters["pct_train"] >= 1 if learn.n_epoch is None else learn.start_epoch >= learn.n_epoch
+            if (place == FIT or trained) and data and data["samplers"] is not None:
+                put_states(order_sources(learn.dls.train), data["samplers"])
+        if place in (EPOCH, FIT) or (trained and learn.n_epoch is not None):
             self._put_rest(learn)
         return ended
 

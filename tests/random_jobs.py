@@ -116,7 +116,9 @@ OPTIONS = {
     "first": FITS, "second": FITS, "third": FITS,
     "every": (1, 2, 3, "epoch"),
     "async_save": (False, True),
-    "stop": ("after_batch", "before_batch", "after_step", "after_backward", "before_validate", "after_epoch"),
+    "stop": (
+        "after_batch", "before_batch", "after_step", "after_backward", "before_validate", "after_epoch", "after_fit",
+    ),
     "stop_at": tuple(range(2, 12)),
 }  # fmt: skip
 
@@ -217,6 +219,8 @@ def draw(seed, ranks=(1,), shard=False):
     if job["carried"] or job["norm"] == "batch":
         job["drop_last"] = True  # batches of other sizes, or of one sample, are refused
         job["data"] = "rows" if job["data"].startswith("stream") else job["data"]
+    if job["stop"] == "after_fit":
+        job["stop_at"] = job["stop_at"] % 3 + 1
     if not job["valid"]:
         leave("tracker", "validate", "inside")
         job["after"] = None if job["after"] in ("validate", "predictions", "all loaders") else job["after"]
@@ -449,10 +453,11 @@ def raise_at(event, error, at=None, batch=None):
     def leave(cb):
         if cb.training and cb.iter == batch:
             raise error
-        if at is not None and (cb.training or event in ("before_validate", "after_epoch")) and next(seen) == at:
+        whole = event in ("before_validate", "after_epoch", "after_fit")
+        if at is not None and (cb.training or whole) and next(seen) == at:
             raise error
 
-    return Callback(**{event: leave}, order=70)
+    return Callback(**{event: leave}, order=-70 if event == "after_fit" else 70)
 
 
 def penalise(cb):

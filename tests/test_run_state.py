@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import make_data, make_learner, make_model, mostly_slow, raises, same_weights
+from random_jobs import PermutedWithState
 from torch import nn
 from torch.optim import SGD
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
@@ -102,6 +103,24 @@ def test_a_fit_goes_on_from_a_state_that_was_taken_in_another(event):
     assert again.recorder.losses == first.recorder.losses
     for name in ("steps", "seen", "mean"):
         assert getattr(again.counting, name) == getattr(first.counting, name)
+    for learn in (first, again):  # the schedule has given the momentum back
+        torch.manual_seed(2)
+        learn.fit(1, 0.1)
+    assert same_weights(first.model, again.model)
+
+
+def test_a_state_from_the_start_of_a_fit_has_the_place_of_a_sampler():
+    def make(*cbs):
+        train = DataLoader(make_data(12), 4, sampler=PermutedWithState(12))
+        return make_learner(DataLoaders(train, device="cpu"), cbs=cbs)
+
+    taking = Taking("before_fit", 2)
+    first, again = make(taking), make()
+    first.fit(1)
+    first.fit(1)
+    again.load_state_dict(taking.state)
+    again.fit(1)
+    assert again.recorder.losses == first.recorder.losses
 
 
 def test_a_fit_that_is_refused_does_not_lose_the_state():

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from numbers import Real
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau as TorchPlateau
 from learnerkit import arguments, distributed, optim
 from learnerkit.callback import Callback, running
 from learnerkit.callbacks.recorder import check_monitor, monitored
+from learnerkit.run_state import filled
 from learnerkit.state import State
 from learnerkit.text import did_you_mean, first_few
 from learnerkit.utils import listify, restorer, warn
@@ -241,14 +242,18 @@ class ParamScheduler(Callback):
             self.hps[name].append(value)
 
     def state_dict(self) -> State:
-        """Return the values at every batch so far."""
-        return {"hps": {name: list(values) for name, values in self.hps.items()}}
+        """Return the values at every batch so far, and those that hyper-parameters get back at the end."""
+        before = [[dict(values) for values in groups] for groups in self._before]
+        return {"hps": {name: list(values) for name, values in self.hps.items()}, "before": before}
 
     def load_state_dict(self, state: State) -> None:
-        """Restore the values, in the lists that the recorder shares."""
+        """Restore the values: those at every batch in the lists that the recorder shares."""
         for name, values in state["hps"].items():
             if name in self.hps:
                 self.hps[name][:] = values
+        # The optimizer may have been loaded before `before_fit`, with the values of the middle of a schedule.
+        for mine, before in zip(chain(*self._before), chain(*state.get("before", ())), strict=False):
+            mine.update({key: filled(mine[key], value) for key, value in before.items() if key in mine})
 
     def cleanup_fit(self) -> None:
         for opt, before in zip(self.learn.opts, self._before, strict=False):

@@ -127,6 +127,12 @@ class Position:
         """Return the state for `load_own_state_dict`: the part of the state that is this rank's alone."""
         return self.data.own or getattr(self.data.shared, "own_state", {})
 
+    def note_loader(self, dl: Any) -> None:
+        """Set the user's loader before the first epoch, for a state that is taken there."""
+        if self._order_sources is None:
+            self._order_sources = order_sources(dl)
+            self.data.begin(dl, again=False)
+
     def load_state_dict(self, state: State) -> None:
         """Continue the epoch of the state after the batches that were read of it; called before it begins."""
         self._begin_epoch(state["epoch"])
