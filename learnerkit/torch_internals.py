@@ -22,6 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
+from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
@@ -614,6 +615,15 @@ def own_tensors(module: nn.Module) -> list[Tensor]:
 def loader_attributes(loader: DataLoader) -> dict[str, Any]:
     """Return a DataLoader's attributes without its iterator, which holds processes if it has persistent workers."""
     return vars(loader) | {"_iterator": None}
+
+
+def optimizer_attributes(opt: Optimizer) -> dict[str, Any]:
+    """Return an optimizer's attributes without its hooks, and without the methods that schedulers of torch wrap.
+
+    torch pickles three of them, with which neither its LBFGS nor an optimizer that holds another can step.
+    """
+    hooks = [name for name in vars(opt) if name.startswith("_optimizer_") and name.endswith("_hooks")]
+    return {name: v for name, v in vars(opt).items() if name not in hooks and not hasattr(type(opt), name)}
 
 
 def workers_of(iterator: Any) -> Sequence[Any]:

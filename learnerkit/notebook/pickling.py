@@ -25,7 +25,7 @@ from torch.utils.serialization import config
 from learnerkit.callback import Callback
 from learnerkit.inspection.hooks import Hook
 from learnerkit.processes.machine import shared_file
-from learnerkit.torch_internals import loader_attributes, parametrized
+from learnerkit.torch_internals import loader_attributes, optimizer_attributes, parametrized
 from learnerkit.utils import replaced
 
 _VALUES = frozenset({type(None), bool, int, float, complex, str, bytes, tuple, frozenset})
@@ -83,6 +83,8 @@ def make_pickler(known: Mapping[int, int]) -> Any:
                 return parametrized, (parametrize.type_before_parametrizations(obj), names), state_of(obj)
             if isinstance(obj, DataLoader) and type(obj).__getstate__ is object.__getstate__:
                 return object.__new__, (type(obj),), loader_attributes(obj)
+            if isinstance(obj, Optimizer):
+                return object.__new__, (type(obj),), state_of(obj)
             return super().reducer_override(obj)
 
         def save(self) -> tuple[IO[bytes], str]:
@@ -102,7 +104,12 @@ def make_pickler(known: Mapping[int, int]) -> Any:
 
 
 def state_of(obj: Any) -> Any:
-    """Return what an object gives to be pickled; of a parametrized module, which refuses, what its own class gives."""
+    """Return what an object gives to be pickled; of a parametrized module, which refuses, what its own class gives.
+
+    Of an optimizer these are its attributes.
+    """
+    if isinstance(obj, Optimizer) and type(obj).__getstate__ is Optimizer.__getstate__:
+        return optimizer_attributes(obj)
     is_parametrized = isinstance(obj, nn.Module) and parametrize.is_parametrized(obj)
     kind: Any = parametrize.type_before_parametrizations(obj) if is_parametrized else type(obj)
     return kind.__getstate__(obj)

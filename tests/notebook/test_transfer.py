@@ -11,7 +11,7 @@ from helpers import halves, make_data, make_learner, make_model, mostly_soak, ra
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
-from torch.optim import SGD, AdamW
+from torch.optim import LBFGS, SGD, AdamW
 
 from learnerkit import EMA, SWA, Callback, DataLoaders, Hook, Learner, Metric, ReduceLROnPlateau
 from learnerkit.notebook import pickling, transfer
@@ -234,6 +234,7 @@ LEARNERS = {
     "two": {"cls": Two},
     "sampler": {"dls": turning},
     "groups": {"splitter": halves, "wd": 0.1},
+    "lbfgs": {"opt_func": partial(LBFGS, lr=0.1, max_iter=2)},
     "metric": {"metrics": lambda: {"rows": Rows(), "near": partial(near, within=1.0)}},
     "plateau": {"cbs": lambda: [ReduceLROnPlateau(patience=1, min_delta=9.0)]},
     "replaced": {"cbs": lambda: [Replaces()]},
