@@ -228,6 +228,7 @@ class SaveModelCallback(TrackerCallback):
                     "the best is that of the rows to come"
                 )
             self._best_path, self.best = None, self._worst
+        self.last_saved_path = self._best_path or self.last_saved_path
 
     @collective
     def _load_best(self, path: AnyPath) -> None:

@@ -463,6 +463,15 @@ def test_two_that_would_overwrite_each_others_file_are_refused(one, two):
     learn.fit(1)
 
 
+def test_a_fit_that_was_done_before_tells_its_best_file():
+    paths = []
+    for _ in range(2):
+        save = SaveModelCallback("score")
+        make_learner(cbs=[Script([3, 1]), save, CheckpointCallback("run", resume=True)]).fit(2)
+        paths.append(save.last_saved_path)
+    assert paths[0] == paths[1] == Path("models/model.pth")
+
+
 def test_a_best_whose_file_is_gone_is_forgotten_when_a_run_is_resumed(capsys):
     def run(n_epoch):
         cbs = [Script([3, 1, 2, 0]), SaveModelCallback("score"), CheckpointCallback("run", resume=True)]
