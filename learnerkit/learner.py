@@ -1820,6 +1820,7 @@ class Learner(RunState):
         """Undo `to_distributed`; the process group stays."""
         return self.remove_cb(parallel.DistributedCallback)
 
+    @public
     def distrib_ctx(
         self, nproc: int | None = None, *, sync_bn: bool | None = None, split_batches: bool = False,
         find_unused_parameters: bool | None = None, timeout: float | timedelta | None = None,
@@ -1849,6 +1850,7 @@ class Learner(RunState):
             reshard_after_forward=reshard_after_forward, offload=offload, sync=sync, **ddp_kwargs,
         )  # fmt: skip
 
+    @public
     def check_distributed(self, n: int = 2, **kwargs: Any) -> bool:
         """Prove, on CPU processes, that this learner trains on `n` ranks as on one, and print a verdict.
 

@@ -418,3 +418,9 @@ def test_torchs_frames_stay_below_the_users_code():
     with pytest.raises(RuntimeError) as e:
         make_learner(model=model).predict(torch.zeros(4))
     assert frames(e.value)[1:] == ["forward", "forward"]  # without those that call them
+
+
+def test_an_error_of_distrib_ctx_has_the_users_line_and_the_innermost_one_alone():
+    with pytest.raises(TypeError, match="split_batches") as caught:
+        make_learner().distrib_ctx(split_batche=True)
+    assert len(caught.traceback) == 2
