@@ -650,37 +650,28 @@ class Resumption:
         self.state, self.with_opt = state, with_opt
         self.name = name
 
-    def begin(self, learn: "Learner") -> tuple[dict, dict] | None:
+    def begin(self, learn: "Learner") -> None:
         """Restore the parts that are needed from the start; called in `before_fit`, after other callbacks.
-
-        Returns:
-            The arguments of the next fit's `Position.follow`, if the state is from the end of a fit.
 
         Raises:
             CheckpointError: the state does not fit the learner.
         """
         counters, data = self.state["counters"], self.state["position"]
-        place = self.state["place"]
-        own, ended = self.state["rank"].get("position") or {}, None
-        position = learn._position
+        place, position = self.state["place"], learn._position
         with fitting(self.name):
             put_model(learn, self.state, self.with_opt, self.name)
             learn.train_iter, learn.epoch = counters["train_iter"], counters["epoch"]
-            if place == FIT:
-                ended = data and (data, own)
-            elif not data or position is None:
-                learn.start_epoch = counters["epoch"] + (place == EPOCH)
-            else:
-                learn.start_epoch = data["epoch"]
+            if data and position is not None:
                 position.load_state_dict(data)
-                position.load_own_state_dict(own)
+                position.load_own_state_dict(self.state["rank"].get("position"))
+            if place != FIT:
+                learn.start_epoch = position.epoch if data and position else counters["epoch"] + (place == EPOCH)
             # A fit that is shorter now, or had only to end, has no epoch left, and so no `before_train`.
             trained = counters["pct_train"] >= 1 if learn.n_epoch is None else learn.start_epoch >= learn.n_epoch
             if (place == FIT or trained) and data and data["samplers"] is not None:
                 put_states(order_sources(learn.dls.train), data["samplers"])
         if place in (EPOCH, FIT) or (trained and learn.n_epoch is not None):
             self._put_rest(learn)
-        return ended
 
     def enter(self, learn: "Learner") -> None:
         """Restore the rest of a state that was taken in an epoch; called once, in `before_train`, after others.

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import make_data, make_learner, make_model, mostly_slow, raises, same_weights
-from random_jobs import PermutedWithState
+from random_jobs import PermutedWithState, StreamWithState
 from torch import nn
 from torch.optim import SGD
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
@@ -109,17 +109,22 @@ def test_a_fit_goes_on_from_a_state_that_was_taken_in_another(event):
     assert same_weights(first.model, again.model)
 
 
-def test_a_state_from_the_start_of_a_fit_has_the_place_of_a_sampler():
+@pytest.mark.parametrize("data", ["a sampler", "a stream"])
+@pytest.mark.parametrize(("event", "n", "fits"), [("before_fit", 2, 1), ("after_epoch", 1, 2)], ids=["start", "end"])
+def test_a_state_from_the_start_or_end_of_a_fit_has_the_place_of_data_with_a_state(data, event, n, fits):
     def make(*cbs):
-        train = DataLoader(make_data(12), 4, sampler=PermutedWithState(12))
+        rows = make_data(12)
+        stream = DataLoader(StreamWithState(*rows.tensors), 4)
+        train = stream if data == "a stream" else DataLoader(rows, 4, sampler=PermutedWithState(12))
         return make_learner(DataLoaders(train, device="cpu"), cbs=cbs)
 
-    taking = Taking("before_fit", 2)
+    taking = Taking(event, n)
     first, again = make(taking), make()
     first.fit(1)
     first.fit(1)
     again.load_state_dict(taking.state)
-    again.fit(1)
+    for _ in range(fits):  # where the first of two was to end only, it does so
+        again.fit(1)
     assert again.recorder.losses == first.recorder.losses
 
 

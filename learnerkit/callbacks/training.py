@@ -34,6 +34,7 @@ class TrainEvalCallback(Callback):
 
     _model: nn.Module | None = None  # the model of the current run, before callbacks wrap it
     _in_eval: Set[str] = frozenset()  # names of its modules that the user has put into eval mode
+    _unread: tuple[State, State] | None = None  # where the last fit ended, if another process has read its data
 
     def note_modes(self, model: nn.Module | None) -> None:
         """Note which modules the user has put into eval mode; at the end of a run `model` is `None`."""
@@ -53,6 +54,12 @@ class TrainEvalCallback(Callback):
                 _warn_of_dropout(self._model, self._in_eval)
             learn.train_iter = 0
             learn._position = Position()
+            if self._unread is not None:
+                learn._position.follow(*self._unread)
+
+    def cleanup_fit(self) -> None:
+        if (position := self.learn._position) is not None:
+            self._unread = (position.state_dict(), position.own_state_dict()) if position.is_unread else None
 
     def before_epoch(self) -> None:
         if self.learn._position is not None:  # a run that trains

@@ -145,8 +145,6 @@ class CheckpointCallback(StepCounter):
         self._found: Checkpoint | None = None  # the checkpoint from which the run continues
         self._looked = False  # `_found` is up to date
         self._fit = -1  # the number of the fit
-        # The position after the last fit, if this process has not read its data.
-        self._carried: tuple[dict, dict] | None = None
         self._forget()
 
     def _forget(self) -> None:
@@ -173,7 +171,7 @@ class CheckpointCallback(StepCounter):
             raise ValueError("two callbacks CheckpointCallback: a run is saved in one directory, by one of them")
         self._enter()
         self._looked = self._looked and learn.n_fits > self._fit  # otherwise this is another learner
-        follows, self._fit = learn.n_fits == self._fit + 1, learn.n_fits
+        self._fit = learn.n_fits
         if (agreement := learn._agreement) is not None:
             self._request = agreement.request
         lock = StoreLock(self.path) if isinstance(self.path, StorePath) else Lock(self.path)
@@ -185,10 +183,6 @@ class CheckpointCallback(StepCounter):
             checkpoint = self._look()
             self._looked = False  # a fit that fails may be tried again, from its checkpoints
             self._config = state.configuration(learn)
-            carried, self._carried = self._carried, None
-            position = learn._position
-            if checkpoint is None and follows and carried is not None and position is not None:
-                position.follow(*carried)
             self._first = first_attributes(learn)
             now = state_dict(learn)
             self._storage.check_values(*_parts(now))
@@ -305,7 +299,7 @@ class CheckpointCallback(StepCounter):
         then = _read_state(checkpoint, learn, now)
         checkpoint.drop_copy()
         self._resumption = resumption = Resumption(then, self._compare(then, info["place"] == FIT), path)
-        self._carried = resumption.begin(learn)
+        resumption.begin(learn)
         if info["place"] == FIT:
             by = ""
             if checkpoint.path.parent.resolve() in _ends_here:
@@ -493,11 +487,8 @@ class CheckpointCallback(StepCounter):
 
     @collective
     def after_fit(self) -> None:
-        learn = self.learn
-        self._looked, position = True, learn._position
+        self._looked = True
         self._save(FIT)
-        if position is not None and position.is_unread:
-            self._carried = position.state_dict(), position.own_state_dict()
         for number in sorted(_numbers(self.path / _ENDS))[:-_FITS] if distributed.is_main() else ():
             remove(self.path / _ENDS / str(number))
         self._serve(distributed.reduce(self._request.mine, "max"))
