@@ -179,11 +179,13 @@ def followed(path: Path) -> Path:
         CheckpointError: the links lead back to themselves.
     """
     try:
-        return path.resolve()
-    except RuntimeError as e:  # of Python before 3.13
-        raise CheckpointError(
-            f"{path} is, or lies below, a symbolic link that leads back to itself; remove it, or give another path"
-        ) from e
+        path.stat()
+    except OSError as e:  # `resolve` tells it in Python before 3.13 alone
+        if e.errno == errno.ELOOP:
+            raise CheckpointError(
+                f"{path} is, or lies below, a symbolic link that leads back to itself; remove it, or give another path"
+            ) from e
+    return path.resolve()
 
 
 def place_of(learn: "Learner", file: File) -> AnyPath | BinaryIO:
