@@ -45,7 +45,7 @@ from learnerkit.files import CheckpointError, Saved, fitted, why_not
 from learnerkit.shards import is_shard, put, rows_for
 from learnerkit.state import COUNTERS, Learner, State
 from learnerkit.text import in_one_line
-from learnerkit.torch_internals import StatisticsNorm
+from learnerkit.torch_internals import StatisticsNorm, version_of
 from learnerkit.utils import owner_of, unexpanded, unwrap
 from learnerkit.values import describe, digests, entries, map_batch, same, tensors_in
 
@@ -637,7 +637,8 @@ class Resumption:
 
     Model, optimizers, the count of batches and the position in the data are restored in `before_fit`. The states of
     callbacks and random generators are restored at its end, or, if the state was taken in an epoch, in the
-    `before_train` of that epoch, when the earlier hooks have run again. If the training of the epoch was over, its
+    `before_train` of that epoch, when the earlier hooks have run again. If these have changed the model or an
+    optimizer, as they had in the run before, both are restored once more. If the training of the epoch was over, its
     `after_train` has run and is skipped.
 
     Args:
@@ -649,6 +650,7 @@ class Resumption:
     def __init__(self, state: Mapping[str, Any], with_opt: bool = True, name: str = "the state") -> None:
         self.state, self.with_opt = state, with_opt
         self.name = name
+        self._seen: Any = None  # what `_marks` returned when model and optimizers were restored
 
     def begin(self, learn: "Learner") -> None:
         """Restore the parts that are needed from the start; called in `before_fit`, after other callbacks.
@@ -670,6 +672,7 @@ class Resumption:
             trained = counters["pct_train"] >= 1 if learn.n_epoch is None else learn.start_epoch >= learn.n_epoch
             if (place == FIT or trained) and data and data["samplers"] is not None:
                 put_states(order_sources(learn.dls.train), data["samplers"])
+            self._seen = self._marks(learn)
         if place in (EPOCH, FIT) or (trained and learn.n_epoch is not None):
             self._put_rest(learn)
 
@@ -680,9 +683,18 @@ class Resumption:
             CheckpointError: the state does not fit the learner.
         """
         if self.state["place"] in (TRAIN, TRAINED):
+            if not same(self._marks(learn), self._seen):  # the hooks that have run again have changed them once more
+                with fitting(self.name):
+                    put_model(learn, self.state, self.with_opt, self.name)
             self._put_rest(learn)
         if self.state["place"] == TRAINED and learn._position is not None:
             learn.add_cb(_Trained())
+
+    def _marks(self, learn: "Learner") -> Any:
+        """Return values that differ after a change of the model or of an optimizer."""
+        states = [unwrap(learn.model).state_dict(), *(opt.state_dict() for opt in learn.opts)]
+        groups = [{k: v for k, v in group.items() if k != "params"} for opt in learn.opts for group in opt.param_groups]
+        return [version_of(t) for t in tensors_in(states)], groups
 
     def _put_rest(self, learn: "Learner") -> None:
         counters = self.state["counters"]

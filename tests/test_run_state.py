@@ -128,6 +128,24 @@ def test_a_state_from_the_start_or_end_of_a_fit_has_the_place_of_data_with_a_sta
     assert again.recorder.losses == first.recorder.losses
 
 
+ACTS = {
+    "weights": lambda cb: nn.init.ones_(next(cb.model.parameters())),
+    "rates": lambda cb: cb.opt.param_groups[0].update(lr=cb.opt.param_groups[0]["lr"] / 2),
+    "optimizer": lambda cb: cb.opt.state.clear(),
+}
+
+
+@pytest.mark.parametrize("event", ["before_epoch", "before_train"])
+@pytest.mark.parametrize("act", ACTS.values(), ids=ACTS)
+def test_what_hooks_at_the_start_of_an_epoch_change_is_not_changed_again_in_mid_epoch(act, event):
+    taking = Taking("after_batch", 8)
+    first, again = (make(cbs=[Callback(**{event: act}), *cbs]) for cbs in ([taking], []))
+    first.fit(3, 0.1)
+    again.load_state_dict(taking.state)
+    again.fit(3, 0.1)
+    assert again.recorder.losses == first.recorder.losses
+
+
 def test_a_fit_that_is_refused_does_not_lose_the_state():
     taking = Taking("after_batch", 8)
     first = make(cbs=[taking])
