@@ -66,7 +66,7 @@ class TabularModel(nn.Module):
 
     def forward(self, cats: Tensor, conts: Tensor) -> Tensor:
         """Predict from categories (n, columns), int64, and numbers (n, `n_cont`): (n, `n_out`)."""
-        embedded = [embedding(column) for embedding, column in zip(self.embeddings, cats.unbind(1), strict=True)]
+        embedded = [embedding(cats[:, i]) for i, embedding in enumerate(self.embeddings)]
         parts = [self.embed_dropout(torch.cat(embedded, 1))] if embedded else []
         out = self.layers(torch.cat([*parts, conts], 1))
         return self.shift + self.factor * (out.sigmoid() if self.bounded else out)

@@ -124,6 +124,13 @@ def test_what_was_learned_of_columns_goes_along_with_an_export():
         load_learner("b", nn.Linear(1, 1), data=TabularData)
 
 
+@pytest.mark.slow
+def test_a_table_of_numbers_alone_becomes_a_program():
+    learn, row = tabular_learner(loaders("dear", cats=[]), (5,)), {"area": 120.5}
+    again = load_learner(learn.export("a.pt2"), data=TabularData, device="cpu")
+    assert torch.allclose(again.predict(row).pred, learn.predict(row).pred, atol=1e-4)
+
+
 def test_tabular_learners_take_the_options_of_a_learner():
     dls = loaders("price")
     learn = tabular_learner(dls, y_range=(0, 2e6), embedding_sizes={"town": 7}, loss_func=nn.L1Loss(), lr=0.5)
