@@ -138,7 +138,8 @@ class TabularData:
             conts = [name for name, seen in roles.items() if seen.role in ("conts", "few") and name not in cats]
         learned = kind.of(train[y])
         if isinstance(learned, Categories) and len(learned.values) < 2:
-            raise ValueError(f"all rows to train on have {y!r} = {learned.values[0]!r}; there is nothing to learn")
+            value = learned.decode(len(learned.values))
+            raise ValueError(f"all rows to train on have {y!r} = {value!r}; there is nothing to learn")
         dated = [Dates.of(train[name]) for name in dates]
         parts = _parts_that_differ(dated, train)
         data = cls(

@@ -363,6 +363,7 @@ def test_what_cannot_be_is_refused():
         ("no number in the training part",): {"frame": frame.assign(area=np.nan)},
         ("1 values of 'sold' are missing",): {"frame": frame.assign(sold=[None, *frame["sold"][1:]])},
         ("nothing to learn", "'no'"): {"frame": frame.assign(sold="no")},
+        ("all rows to train on have 'sold' = None; there is nothing to learn",): {"frame": frame.assign(sold=None)},
         ("infinite",): {"frame": frame.assign(price=[np.inf, *frame["price"][1:]]), "y": "price"},
         ("infinite, or above the 3.4e38 of float32",): {
             "frame": frame.assign(price=[1e39, *frame["price"][1:]]), "y": "price",
