@@ -74,7 +74,7 @@ class ImageReader:
                     is_part = image.draft(self._mode, (max(self.size), max(self.size))) is not None
                     image.load()  # This turns a TIFF by itself.
                     w, h = whole if is_part else image.size
-                    lies = image.getexif().get(_ORIENTATION, 1) > 4  # The picture lies on its side.
+                    lies = image.getexif().get(_ORIENTATION) in (5, 6, 7, 8)  # The picture lies on its side.
                     return self._fit(self._pixels(image)), self.place(*((w, h) if lies else (h, w)))
             except FileNotFoundError:
                 raise FileNotFoundError(f"there is no picture {os.fspath(picture)}") from None
