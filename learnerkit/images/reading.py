@@ -184,6 +184,7 @@ def _largest(within: tuple[int, int], like: tuple[int, int]) -> tuple[int, int]:
 
 def _as_bytes(picture: Tensor | np.ndarray) -> np.ndarray:
     "Convert a picture to uint8 pixels of shape (H, W) or (H, W, C)."
+    shape = tuple(picture.shape)
     if isinstance(picture, Tensor):
         picture = in_float32(picture.detach())
         picture = (picture.movedim(0, -1) if picture.ndim == 3 else picture).cpu().numpy()
@@ -195,9 +196,9 @@ def _as_bytes(picture: Tensor | np.ndarray) -> np.ndarray:
                 "(uint8) from 0 to 255"
             )
         picture = (picture * 255).round().clip(0, 255).astype(np.uint8)
-    if picture.dtype != np.uint8 or picture.ndim not in (2, 3):
+    if picture.dtype != np.uint8 or picture.ndim not in (2, 3) or picture.shape[2:] > (4,):
         raise TypeError(
-            f"got a picture of {picture.dtype} and shape {picture.shape}; it is uint8, or floats from 0 to 1, and has "
-            "two or three dimensions"
+            f"got a picture of {picture.dtype} and shape {shape}; it is uint8, or floats from 0 to 1, and an array has "
+            "the shape (H, W) or (H, W, C), a tensor (H, W) or (C, H, W), with at most 4 channels"
         )
     return picture[..., 0] if picture.shape[2:] == (1,) else np.ascontiguousarray(picture)

@@ -123,6 +123,9 @@ def test_what_is_in_memory_is_read_like_a_file():
     assert torch.equal(ImageReader((40, 60))(made), (made.detach().double() * 255).round().byte())
     with raises(TypeError, "got a picture of int64 and shape (40, 60); it is uint8"):
         reader(gray.long())
+    for wrong in (colours.numpy(), colours.permute(1, 2, 0)):
+        with raises(TypeError, f"got a picture of uint8 and shape {tuple(wrong.shape)}; ", "at most 4 channels"):
+            reader(wrong)
     with raises(TypeError, "got a list for a picture"):
         reader([1, 2])
 
