@@ -346,7 +346,10 @@ def _read(file: Path) -> str:
 def _numbered(labels: Iterable, n: int) -> tuple[np.ndarray, list]:
     """Return the number of each label's class, and the classes, sorted."""
     labels = list(labels)
-    array = np.asarray(labels)
+    try:
+        array = np.asarray(labels)
+    except ValueError:  # They are lists of several lengths.
+        array = np.array(labels, object)
     kinds = {"U": str, "O": str | int | np.generic}.get(array.dtype.kind, object)
     mixed = [label for label in labels if not isinstance(label, kinds)]
     if array.shape != (n,) or array.dtype.kind not in "iubU" or mixed:

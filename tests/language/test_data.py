@@ -30,6 +30,8 @@ def test_texts_have_labels_parts_and_classes():
     assert numbers.classes == [False, True]
     with raises(ValueError, "got labels of type <U6 and shape (59,) for 60 texts"):
         TextData.from_texts(texts, labels[1:])
+    with raises(ValueError, "got labels of type object and shape (60,), ['a'] among them,", "one for each"):
+        TextData.from_texts(texts, [["a"], ["a", "b"]] * 30)
     with raises(ValueError, "got labels of type float64"):
         TextData.from_texts(texts, [0.5] * 60)
     with raises(ValueError, "nan among them", "text, whole numbers or truth values"):
