@@ -188,10 +188,12 @@ def _pixels(mask: Any) -> Tensor:
     if isinstance(mask, str | os.PathLike):
         with Image.open(mask) as image:
             mask = np.array(image)
-    pixels = mask if isinstance(mask, Tensor) else torch.as_tensor(np.array(mask))
-    if pixels.ndim != 2 or pixels.is_floating_point():
-        raise ValueError(f"got {describe(pixels)} as a mask; it has the whole number of a class for each pixel, (H, W)")
-    return pixels.long()
+    if not isinstance(mask, Tensor):
+        array = np.array(mask)
+        mask = torch.as_tensor(array.astype(array.dtype.newbyteorder("=")))  # ImageJ's files may have another order.
+    if mask.ndim != 2 or mask.is_floating_point():
+        raise ValueError(f"got {describe(mask)} as a mask; it has the whole number of a class for each pixel, (H, W)")
+    return mask.long()
 
 
 def inside(y: dict[str, Tensor], size: Sequence[int]) -> dict[str, Tensor]:

@@ -395,6 +395,15 @@ def test_results_show_predictions_beside_targets(table, targets):
     plt.close(figure)
 
 
+@pytest.mark.parametrize("kind", ["<u2", ">u2"])  # ImageJ writes the latter
+def test_a_mask_may_have_16_bits_of_either_order(table, kind):
+    mask = np.arange(32 * 32).reshape(32, 32) % 3
+    Image.fromarray(mask.astype(kind)).save("mask.tif")
+    for given in ("mask.tif", mask.astype(kind)):
+        sample = ImageData([("shapes/images/0000.png", given)], targets="masks", classes=SHAPES, size=32).train_ds[0]
+        assert sample[1].tolist() == mask.tolist()
+
+
 def test_masks_that_do_not_fit_are_refused_by_name(table):
     def first(mask, **kwargs):
         return ImageData([("shapes/images/0000.png", mask)], targets="masks", size=32, **kwargs).train_ds[0]
