@@ -164,7 +164,7 @@ def distinct(column: "Series") -> tuple[np.ndarray, list]:
     try:
         codes, uniques = pd.factorize(column)
         values = [value.item() if isinstance(value, np.generic) else value for value in uniques.tolist()]
-    except TypeError:  # values that cannot be compared, such as lists
+    except (TypeError, NotImplementedError):  # values that cannot be compared, such as lists; the latter is of Arrow
         codes, values = np.zeros(0), column.dropna().tolist()
     for value in values:
         if type(value) not in (*_KINDS, pd.Timestamp):

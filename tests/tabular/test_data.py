@@ -503,6 +503,12 @@ def test_dates_may_be_days_of_arrow(kind):
         assert all(map(torch.equal, data.encode(frame), found))
 
 
+def test_lists_of_arrow_are_left_out_like_others(capsys):
+    pa = pytest.importorskip("pyarrow")
+    TabularData.from_df(table().assign(tags=pd.Series([[1]] * 60, dtype=pd.ArrowDtype(pa.list_(pa.int64())))), "price")
+    assert "tags (neither text, numbers, truth values nor timestamps)" in joined(capsys.readouterr().out)
+
+
 @pytest.mark.parametrize("names", [[2, 0, 1], np.arange(3)])
 def test_columns_may_have_numbers_for_names(names):
     frame = pd.DataFrame({"x": np.arange(40) * 1.3, "y": ["u", "v"] * 20, "c": ["a", "b", "c", "d"] * 10})
