@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timezone, tzinfo
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 from zoneinfo import ZoneInfo
 
@@ -19,6 +20,7 @@ FEW = 20
 """A column of whole numbers with at most so many different ones holds categories."""
 
 _TRUTH = {"true": True, "false": False}
+_NUMERIC = int | float | Decimal | np.number | np.bool_
 _KINDS = {bool: "numbers", int: "numbers", float: "numbers", str: "text"}
 
 
@@ -226,7 +228,7 @@ def numbers_in(column: "Series") -> np.ndarray:
     from pandas.api.types import is_any_real_numeric_dtype
 
     if not is_any_real_numeric_dtype(column.dtype):
-        others = [x for x in column.dropna().tolist() if not isinstance(x, bool | int | float | np.number)]
+        others = [x for x in column.dropna().tolist() if not isinstance(x, _NUMERIC)]
         if others:
             raise ValueError(
                 f"column {column.name!r} is one of numbers, and has {first_few(map(repr, others), n=3)} of type "

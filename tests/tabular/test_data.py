@@ -2,6 +2,7 @@
 
 import json
 from datetime import UTC, datetime, timedelta, timezone
+from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
 
@@ -429,6 +430,15 @@ def test_numbers_and_truth_values_of_a_request_may_be_text():
     for column, value in (("age", "1,000"), ("age", "n/a"), ("year", "last")):
         with raises(ValueError, repr(column), repr(value)):
             data.encode({"age": 1.0, "year": 2007, "new": True} | {column: value})
+
+
+def test_numbers_of_a_row_may_be_decimals_and_truth_values_of_numpy():
+    new = pd.array([True, None, False] * 20, "boolean")
+    frame = pd.DataFrame({"price": [0.25, 1.5, None] * 20, "new": new, "sold": ["no", "yes"] * 30})
+    data = TabularData.from_df(frame, "sold", [], ["price", "new"], None)
+    rows = [frame.iloc[i] for i in range(3)]
+    rows[1]["price"] = Decimal("1.50")  # as rows of a database have it
+    assert same_tensors(data.encode(rows), data.encode(frame[:3]))
 
 
 def test_large_whole_numbers_of_a_request_may_be_text():
