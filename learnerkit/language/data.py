@@ -338,7 +338,7 @@ class TextDataLoaders(DataLoaders):
 
 def _read(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as e:
         raise ValueError(f"{file} is not UTF-8 ({e}); convert it, or read the files yourself, for from_texts") from e
 

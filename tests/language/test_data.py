@@ -182,7 +182,8 @@ def test_folders_are_classes(tmp_path):
     for i, (text, label) in enumerate(zip(texts, labels, strict=True)):
         folder = tmp_path / ("train" if i < 8 else "test") / label
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{i}.txt").write_text(text, encoding="utf-8")
+        # Editors of Windows put a mark before the text.
+        (folder / f"{i}.txt").write_text(text, encoding="utf-8-sig" if i % 2 else "utf-8")
     (folder / ".ipynb_checkpoints").mkdir()
     (folder / ".ipynb_checkpoints" / "0.txt").write_text("hidden", encoding="utf-8")
     data = TextData.from_folder(tmp_path, valid="test", vocab_size=300)
