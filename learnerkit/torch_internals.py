@@ -623,7 +623,8 @@ def optimizer_attributes(opt: Optimizer) -> dict[str, Any]:
     torch pickles three of them, with which neither its LBFGS nor an optimizer that holds another can step.
     """
     hooks = [name for name in vars(opt) if name.startswith("_optimizer_") and name.endswith("_hooks")]
-    return {name: v for name, v in vars(opt).items() if name not in hooks and not hasattr(type(opt), name)}
+    wrapped = [name for name, value in vars(opt).items() if callable(value) and hasattr(type(opt), name)]
+    return {name: value for name, value in vars(opt).items() if name not in (*hooks, *wrapped)}
 
 
 def workers_of(iterator: Any) -> Sequence[Any]:

@@ -443,7 +443,7 @@ BUDGETS = {
     "launch": 14_779, "checkpoints": 13_770, "learner": 10_439, "inspection": 9_042, "metrics": 9_435,
     "loggers": 7_819, "images": 8_213, "optim": 7_824, "notebook": 7_585, "tabular": 7_420, "export": 6_955,
     "losses": 6_853, "distributed": 6_297, "vision": 5_162, "run_state": 5_825, "language": 4_663, "processes": 4_921,
-    "files": 4_528, "torch_internals": 3_910, "explain": 3_422, "utils": 2_117, "values": 1_368, "large": 2_583,
+    "files": 4_528, "torch_internals": 3_938, "explain": 3_422, "utils": 2_117, "values": 1_368, "large": 2_583,
     "callback": 2_337, "clusters": 4_029, "arguments": 1_997, "__init__": 1_659, "datasets": 1_344, "shards": 842,
     "text": 704, "gradient_mean": 885, "endings": 584, "host_scalars": 868, "state": 531, "__main__": 290,
     "events": 232, "marks": 61, "doctor": 23, "world": 14, "stores": 1_454,

@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
+from torch.optim import SGD
+from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data._utils import worker
 from torch.utils.data._utils.worker import WorkerInfo
@@ -228,6 +230,23 @@ def test_a_loader_with_persistent_workers_keeps_its_iterator_in_one_attribute():
     assert torch_internals.loader_attributes(loader) == vars(loader) | {"_iterator": None}
     assert list(iterator) and loader._iterator is iterator  # noqa: PT018
     loader._iterator = None
+
+
+class Sharp(SGD):
+    rho = 0.05
+
+
+def test_the_attributes_of_an_optimizer_are_those_that_are_no_hooks_and_no_wrapped_methods():
+    opt = Sharp([nn.Parameter(torch.zeros(2))], lr=0.1)
+    opt.rho = 0.1
+    StepLR(opt, 1)
+    opt.register_step_post_hook(lambda *args: None)
+    found = torch_internals.optimizer_attributes(opt)
+    assert {"state", "param_groups", "defaults", "rho"} <= found.keys()
+    assert "step" in vars(opt), "a scheduler wraps it"
+    assert "step" not in found
+    assert "_optimizer_step_post_hooks" in vars(opt)
+    assert not any(name.endswith("_hooks") for name in found)
 
 
 def test_a_store_listens_on_the_socket_that_it_is_given():
