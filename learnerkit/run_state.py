@@ -637,9 +637,9 @@ class Resumption:
 
     Model, optimizers, the count of batches and the position in the data are restored in `before_fit`. The states of
     callbacks and random generators are restored at its end, or, if the state was taken in an epoch, in the
-    `before_train` of that epoch, when the earlier hooks have run again. If these have changed the model or an
-    optimizer, as they had in the run before, both are restored once more. If the training of the epoch was over, its
-    `after_train` has run and is skipped.
+    `before_train` of that epoch, when the earlier hooks have run again. If these have changed the model, an optimizer
+    or the loss, as they had in the run before, all of them are restored once more. If the training of the epoch was
+    over, its `after_train` has run and is skipped.
 
     Args:
         state: as `state_dict` returns it.
@@ -691,8 +691,8 @@ class Resumption:
             learn.add_cb(_Trained())
 
     def _marks(self, learn: "Learner") -> Any:
-        """Return values that differ after a change of the model or of an optimizer."""
-        states = [unwrap(learn.model).state_dict(), *(opt.state_dict() for opt in learn.opts)]
+        """Return values that differ after a change of the model, of an optimizer, or of the loss."""
+        states = [unwrap(learn.model).state_dict(), *(opt.state_dict() for opt in learn.opts), values_beside(learn)]
         groups = [{k: v for k, v in group.items() if k != "params"} for opt in learn.opts for group in opt.param_groups]
         return [version_of(t) for t in tensors_in(states)], groups
 

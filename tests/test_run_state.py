@@ -132,14 +132,26 @@ ACTS = {
     "weights": lambda cb: nn.init.ones_(next(cb.model.parameters())),
     "rates": lambda cb: cb.opt.param_groups[0].update(lr=cb.opt.param_groups[0]["lr"] / 2),
     "optimizer": lambda cb: cb.opt.state.clear(),
+    "loss": lambda cb: cb.learn.loss_func.scale.mul_(2),
 }
+
+
+class Scaling(nn.MSELoss):
+    """Scales a loss by a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, pred, y):
+        return self.scale * super().forward(pred, y)
 
 
 @pytest.mark.parametrize("event", ["before_epoch", "before_train"])
 @pytest.mark.parametrize("act", ACTS.values(), ids=ACTS)
 def test_what_hooks_at_the_start_of_an_epoch_change_is_not_changed_again_in_mid_epoch(act, event):
     taking = Taking("after_batch", 8)
-    first, again = (make(cbs=[Callback(**{event: act}), *cbs]) for cbs in ([taking], []))
+    first, again = (make(cbs=[Callback(**{event: act}), *cbs], loss_func=Scaling()) for cbs in ([taking], []))
     first.fit(3, 0.1)
     again.load_state_dict(taking.state)
     again.fit(3, 0.1)
