@@ -34,15 +34,19 @@ class TrainEvalCallback(Callback):
 
     _model: nn.Module | None = None  # the model of the current run, before callbacks wrap it
     _in_eval: Set[str] = frozenset()  # names of its modules that the user has put into eval mode
+    _place: Position | None = None  # the place of the current fit in the data
     _unread: tuple[State, State] | None = None  # where the last fit ended, if another process has read its data
 
     def note_modes(self, model: nn.Module | None) -> None:
-        """Note which modules the user has put into eval mode; at the end of a run `model` is `None`."""
+        """Note which modules the user has put into eval mode; at the end of a run, `None`, note where it has ended."""
         self._model = model
         if model is not None:
             names = {*in_eval(model)}
             # After a run the whole model is in eval mode: then only modules that were noted before still count.
             self._in_eval = names if model.training else names & self._in_eval
+        elif (place := self._place) is not None:
+            self._place = None
+            self._unread = (place.state_dict(), place.own_state_dict()) if place.is_unread else None
 
     def before_fit(self) -> None:
         learn = self.learn
@@ -53,13 +57,9 @@ class TrainEvalCallback(Callback):
             if self._model is not None:
                 _warn_of_dropout(self._model, self._in_eval)
             learn.train_iter = 0
-            learn._position = Position()
+            self._place = learn._position = Position()
             if self._unread is not None:
                 learn._position.follow(*self._unread)
-
-    def cleanup_fit(self) -> None:
-        if (position := self.learn._position) is not None:
-            self._unread = (position.state_dict(), position.own_state_dict()) if position.is_unread else None
 
     def before_epoch(self) -> None:
         if self.learn._position is not None:  # a run that trains
