@@ -104,6 +104,7 @@ OPTIONS = {
     "train_metrics": (False, True),
     "inside": (None, "after_epoch", "after_step", "before_batch"),
     "own": (False, True),
+    "act": (None, "rate", "layer", "optimizer", "gradients", "batch", "off"),
     "schedule": (False, True),
     "backward": ("the library's", "its own"),
     "watch": (None, "noise", "monitor", "recompute", "drift"),
@@ -178,6 +179,7 @@ def draw(seed, ranks=(1,), shard=False):
     if job["opt"] == "lbfgs":
         leave("accumulate", "parts", "precision", "overflow", "wd", "groups", "backward", "own", "cancel", "schedule")
         leave("clip")
+        leave("act")
         job["loss"] = "the model's" if job["loss"] == "several" else job["loss"]
         job["watch"] = None if job["watch"] == "noise" else job["watch"]
     if job["loss"] in ("the model's", "several"):
@@ -188,6 +190,8 @@ def draw(seed, ranks=(1,), shard=False):
         leave("penalty", "mix", "backward")  # a penalty counts beside a mean
     if job["data"] == "mappings":
         leave("mix")
+    if job["act"] == "batch" and (job["data"] == "mappings" or job["parts"]):
+        leave("act")  # the model gets the mapping, and the parts are cut of it
     if job["loss"] in ("ignored", "sample weights") or job["parts"]:
         leave("mix", "penalty", "backward")
     if job["groups"] == "two optimizers":
@@ -478,6 +482,53 @@ def evaluate(cb):
         cb.learn.log_metric("inside", float(cb.learn.get_preds()[0].abs().mean()))
 
 
+def halve_rates(cb):
+    """Halve the learning rates, as of every epoch."""
+    for group in (group for opt in cb.learn.opts for group in opt.param_groups):
+        group["lr"] /= 2
+
+
+def begin_layer_anew(cb):
+    """Begin the last layer anew."""
+    torch.nn.init.constant_(cb.model.c.weight, 0.1)
+
+
+def forget_moments(cb):
+    """Clear the optimizers' state."""
+    for opt in cb.learn.opts:
+        opt.state.clear()
+
+
+def clamp_gradients(cb):
+    """Take a step by other gradients."""
+    for p in cb.model.parameters():
+        if p.grad is not None:
+            p.grad = p.grad.clamp(-0.01, 0.01)
+
+
+def scale_inputs(cb):
+    """Train on other inputs."""
+    if cb.training:
+        cb.learn.xb = tuple(1.05 * x for x in cb.xb)
+
+
+def switch_off(cb):
+    """Weigh the loss of the first batch less, and act in no other one of this fit."""
+    if cb.training:
+        cb.learn.loss_grad = cb.loss_grad * 0.9
+        cb.run = False
+
+
+ACTS = {
+    "rate": ("before_epoch", halve_rates),
+    "layer": ("before_train", begin_layer_anew),
+    "optimizer": ("before_epoch", forget_moments),
+    "gradients": ("before_step", clamp_gradients),
+    "batch": ("before_batch", scale_inputs),
+    "off": ("after_loss", switch_off),
+}
+
+
 class Hidden(CarriedState):
     """A hidden layer that the next batch begins with."""
 
@@ -538,6 +589,7 @@ def make_callbacks(job, folder, model):
         WATCHES[job["watch"]] and WATCHES[job["watch"]](),
         job["carried"] and Hidden(dtype_of(job)),
         job["own"] and Anneals(),
+        job["act"] and Callback(**dict([ACTS[job["act"]]])),
         job["schedule"] and ParamScheduler({"weight_decay": SchedCos(0.1, 0.0)}),
         CSVLogger(Path(folder, "log.csv")),
         job["inside"] and Callback(**{job["inside"]: evaluate}),

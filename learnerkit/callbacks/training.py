@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Set
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,7 +36,8 @@ class TrainEvalCallback(Callback):
     _model: nn.Module | None = None  # the model of the current run, before callbacks wrap it
     _in_eval: Set[str] = frozenset()  # names of its modules that the user has put into eval mode
     _place: Position | None = None  # the place of the current fit in the data
-    _unread: tuple[State, State] | None = None  # where the last fit ended, if another process has read its data
+    # If another process has read the data of the last fit: the loader, where the fit ended, and this rank's part of it.
+    _unread: tuple[Any, State, State] | None = None
 
     def note_modes(self, model: nn.Module | None) -> None:
         """Note which modules the user has put into eval mode; at the end of a run, `None`, note where it has ended."""
@@ -46,7 +48,8 @@ class TrainEvalCallback(Callback):
             self._in_eval = names if model.training else names & self._in_eval
         elif (place := self._place) is not None:
             self._place = None
-            self._unread = (place.state_dict(), place.own_state_dict()) if place.is_unread else None
+            train, is_unread = self.learn.dls.train, place.is_unread
+            self._unread = (train, place.state_dict(), place.own_state_dict()) if is_unread else None
 
     def before_fit(self) -> None:
         learn = self.learn
@@ -58,8 +61,8 @@ class TrainEvalCallback(Callback):
                 _warn_of_dropout(self._model, self._in_eval)
             learn.train_iter = 0
             self._place = learn._position = Position()
-            if self._unread is not None:
-                learn._position.follow(*self._unread)
+            if self._unread is not None and self._unread[0] is learn.dls.train:
+                learn._position.follow(*self._unread[1:])
 
     def before_epoch(self) -> None:
         if self.learn._position is not None:  # a run that trains

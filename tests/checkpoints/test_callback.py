@@ -597,6 +597,22 @@ def test_a_fit_that_dies_before_its_end_is_saved_leaves_the_next_one_its_place_i
     assert losses(CheckpointCallback(tmp_path, resume=True)) == whole
 
 
+def test_a_fit_on_other_data_begins_at_their_start_also_after_one_that_was_done_before(tmp_path):
+    def losses(*cbs, dies=False):
+        one, other = (DataLoader(StreamWithState(*make_data(12, seed=i).tensors), 4) for i in range(2))
+        fails = raising("before_train", Killed, lambda cb: dies and cb.learn.n_fits)
+        learn = make_learner(DataLoaders(one, device="cpu"), cbs=[fails, *cbs])
+        with learn.no_logging(), suppress(Killed):
+            learn.fit(1)
+            learn.dls = DataLoaders(other, device="cpu")
+            learn.fit(1)
+        return learn.recorder.losses
+
+    whole = losses()
+    losses(CheckpointCallback(tmp_path), dies=True)
+    assert losses(CheckpointCallback(tmp_path, resume=True)) == whole
+
+
 def test_ends_of_many_fits_are_not_all_kept(tmp_path, monkeypatch):
     monkeypatch.setattr("learnerkit.checkpoints.callback._FITS", 3)
     learn = make_learner(cbs=CheckpointCallback(tmp_path, keep=1))
