@@ -439,7 +439,7 @@ def test_code_tokens_are_counted_right():
 # The most tokens of code that each room may have; a room is a folder of the package, or a file at its top. A budget is
 # raised by at most a tenth. More needs a line in the changelog that says why.
 BUDGETS = {
-    "callbacks": 41_613, "parallel": 27_256, "data": 20_833, "scaling": 16_662, "preflight": 18_428, "sweep": 11_376,
+    "callbacks": 41_607, "parallel": 27_256, "data": 20_833, "scaling": 16_662, "preflight": 18_428, "sweep": 11_376,
     "launch": 14_779, "checkpoints": 13_770, "learner": 10_439, "inspection": 9_042, "metrics": 9_435,
     "loggers": 7_819, "images": 8_213, "optim": 7_824, "notebook": 7_585, "tabular": 7_420, "export": 6_955,
     "losses": 6_853, "distributed": 6_297, "vision": 5_162, "run_state": 5_830, "language": 4_663, "processes": 4_921,

@@ -47,9 +47,9 @@ class TrainEvalCallback(Callback):
             # After a run the whole model is in eval mode: then only modules that were noted before still count.
             self._in_eval = names if model.training else names & self._in_eval
         elif (place := self._place) is not None:
-            self._place = None
-            train, is_unread = self.learn.dls.train, place.is_unread
-            self._unread = (train, place.state_dict(), place.own_state_dict()) if is_unread else None
+            self._place = self._unread = None
+            if place.is_unread:
+                self._unread = self.learn.dls.train, place.state_dict(), place.own_state_dict()
 
     def before_fit(self) -> None:
         learn = self.learn
