@@ -178,8 +178,7 @@ def draw(seed, ranks=(1,), shard=False):
         leave("overflow")
     if job["opt"] == "lbfgs":
         leave("accumulate", "parts", "precision", "overflow", "wd", "groups", "backward", "own", "cancel", "schedule")
-        leave("clip")
-        leave("act")
+        leave("clip", "act")
         job["loss"] = "the model's" if job["loss"] == "several" else job["loss"]
         job["watch"] = None if job["watch"] == "noise" else job["watch"]
     if job["loss"] in ("the model's", "several"):
@@ -483,7 +482,7 @@ def evaluate(cb):
 
 
 def halve_rates(cb):
-    """Halve the learning rates, as of every epoch."""
+    """Halve the learning rates."""
     for group in (group for opt in cb.learn.opts for group in opt.param_groups):
         group["lr"] /= 2
 
@@ -500,7 +499,7 @@ def forget_moments(cb):
 
 
 def clamp_gradients(cb):
-    """Take a step by other gradients."""
+    """Clamp the gradients."""
     for p in cb.model.parameters():
         if p.grad is not None:
             p.grad = p.grad.clamp(-0.01, 0.01)
@@ -513,19 +512,19 @@ def scale_inputs(cb):
 
 
 def switch_off(cb):
-    """Weigh the loss of the first batch less, and act in no other one of this fit."""
+    """Scale the gradient of a fit's first batch, and of no other."""
     if cb.training:
         cb.learn.loss_grad = cb.loss_grad * 0.9
         cb.run = False
 
 
 ACTS = {
-    "rate": ("before_epoch", halve_rates),
-    "layer": ("before_train", begin_layer_anew),
-    "optimizer": ("before_epoch", forget_moments),
-    "gradients": ("before_step", clamp_gradients),
-    "batch": ("before_batch", scale_inputs),
-    "off": ("after_loss", switch_off),
+    "rate": {"before_epoch": halve_rates},
+    "layer": {"before_train": begin_layer_anew},
+    "optimizer": {"before_epoch": forget_moments},
+    "gradients": {"before_step": clamp_gradients},
+    "batch": {"before_batch": scale_inputs},
+    "off": {"after_loss": switch_off},
 }
 
 
@@ -589,7 +588,7 @@ def make_callbacks(job, folder, model):
         WATCHES[job["watch"]] and WATCHES[job["watch"]](),
         job["carried"] and Hidden(dtype_of(job)),
         job["own"] and Anneals(),
-        job["act"] and Callback(**dict([ACTS[job["act"]]])),
+        job["act"] and Callback(**ACTS[job["act"]]),
         job["schedule"] and ParamScheduler({"weight_decay": SchedCos(0.1, 0.0)}),
         CSVLogger(Path(folder, "log.csv")),
         job["inside"] and Callback(**{job["inside"]: evaluate}),

@@ -40,7 +40,11 @@ class TrainEvalCallback(Callback):
     _unread: tuple[Any, State, State] | None = None
 
     def note_modes(self, model: nn.Module | None) -> None:
-        """Note which modules the user has put into eval mode; at the end of a run, `None`, note where it has ended."""
+        """Note, as a run begins, which modules the user has put into eval mode, and at its end where in the data it is.
+
+        Args:
+            model: the model of the run that begins; `None` at its end.
+        """
         self._model = model
         if model is not None:
             names = {*in_eval(model)}
