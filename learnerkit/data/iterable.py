@@ -42,6 +42,8 @@ class LoaderView:
         return self._read(self.loader)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "loader":  # a copy has no attributes yet when it is asked for its methods
+            raise AttributeError(name)
         return getattr(self.loader, name)
 
 

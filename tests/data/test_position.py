@@ -26,6 +26,7 @@ from torch.utils.data import (
 
 from learnerkit import Callback, CancelFitException, DataLoaders, Learner, OverfitBatch, ShortEpochCallback, set_seed
 from learnerkit.checkpoints import storage
+from learnerkit.data.iterable import LoaderView
 from learnerkit.distributed import seeds
 
 N = 22
@@ -488,6 +489,11 @@ class Restorable(DataLoader):
 
 
 @pytest.mark.soak
+def test_a_loader_that_replaces_another_one_can_be_copied():
+    view = deepcopy(LoaderView(DataLoader(Noisy(), 4)))
+    assert len(view) == 6 and view.batch_size == 4
+
+
 def test_t4_a_loader_with_workers_and_a_state_of_its_own():
     class Numbers(Log):
         numbers_only = True
