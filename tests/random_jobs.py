@@ -11,6 +11,7 @@ from functools import partial
 from itertools import count, pairwise
 from pathlib import Path
 
+import numpy as np
 import torch
 from resume_jobs import Placed
 from torch import Tensor, nn
@@ -18,6 +19,8 @@ from torch.nn import functional as F
 from torch.optim import LBFGS, SGD, Adam, AdamW, RMSprop
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import IterableDataset, Sampler, Subset, TensorDataset, WeightedRandomSampler
+from torchmetrics.classification import MulticlassF1Score
+from torchmetrics.regression import MeanAbsoluteError
 
 from learnerkit import (
     EMA,
@@ -40,6 +43,7 @@ from learnerkit import (
     GradientClip,
     GradientNoiseScale,
     Learner,
+    Metric,
     MixedPrecision,
     MixUp,
     ParamScheduler,
@@ -121,6 +125,11 @@ OPTIONS = {
         "after_batch", "before_batch", "after_step", "after_backward", "before_validate", "after_epoch", "after_fit",
     ),
     "stop_at": tuple(range(2, 12)),
+    "measure": (None, "names", "torchmetrics", "own"),
+    "drawn": (None, "torch", "numpy", "python"),
+    "between": (None, "loss", "metrics", "callback", "rate", "model", "loaders"),
+    "partner": (None, "nothing", "data", "model"),
+    "stops": ("the job", "its partner"),
 }  # fmt: skip
 
 
@@ -146,7 +155,7 @@ def draw(seed, ranks=(1,), shard=False):
 
     job["seed"] = seed
     if len(ranks) > 1:
-        leave("dropout", "mix")  # each rank draws by itself
+        leave("dropout", "mix", "drawn")  # each rank draws by itself
         job["norm"] = bool(job["norm"])  # a rank has statistics of its own part
     if len(ranks) > 2:
         leave("split_batches")  # the batches of a rank would change their size
@@ -161,7 +170,7 @@ def draw(seed, ranks=(1,), shard=False):
     if job["after"] == "other batches" and job["samples"] < 2 * job["batch"]:
         leave("drop_last")
     if job["data"].startswith("stream"):
-        leave("split_batches", "workers", "order", "drop_last", "schedule")
+        leave("drawn", "split_batches", "workers", "order", "drop_last", "schedule")
         job["short"] = job["short"] and 2
     if job["data"] == "stream with a state" and (job["short"] or job["cancel"] in ("epoch", "train")):
         leave("data")  # a pass that is left goes on in the next epoch, which may have no batches then
@@ -219,11 +228,20 @@ def draw(seed, ranks=(1,), shard=False):
         job["valid"] = 2 * job["batch"] if job["valid"] else 0
         if job["after"] in ("other batches", "all loaders"):
             leave("after")
+    if job["between"] == "loaders" and job["order"] not in ("shuffled", "in order", "generator"):
+        leave("between")  # its sampler is for this data
+    if job["between"] == "model" and job["average"] == "a layer's":
+        leave("between")
+    if job["loss"] not in ("classes", "numbers"):
+        leave("measure")
+        job["between"] = None if job["between"] in ("loss", "metrics") else job["between"]
     if job["carried"] or job["norm"] == "batch":
         job["drop_last"] = True  # batches of other sizes, or of one sample, are refused
         job["data"] = "rows" if job["data"].startswith("stream") else job["data"]
     if job["stop"] == "after_fit":
         job["stop_at"] = job["stop_at"] % 3 + 1
+    if not job["partner"]:
+        leave("stops")
     if not job["valid"]:
         leave("tracker", "validate", "inside")
         job["after"] = None if job["after"] in ("validate", "predictions", "all loaders") else job["after"]
@@ -250,6 +268,23 @@ class Rows(torch.utils.data.Dataset):
     def __getitem__(self, i):
         row = tuple(tensor[i] for tensor in self.tensors)
         return row if self.names is None else dict(zip(self.names, row, strict=True))
+
+
+DRAWS = {"torch": lambda: float(torch.rand(())), "numpy": np.random.random, "python": random.random}
+
+
+class Drawn(torch.utils.data.Dataset):
+    """Samples whose inputs are moved by a number that is drawn."""
+
+    def __init__(self, rows, draws):
+        self.rows, self.draws = rows, draws
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, i):
+        row, shift = self.rows[i], DRAWS[self.draws]()
+        return row | {"x": row["x"] + shift} if isinstance(row, dict) else (row[0] + shift, *row[1:])
 
 
 class Stream(IterableDataset):
@@ -348,6 +383,7 @@ def make_loaders(job, batch):
     """The loaders of a job, with batches of a size."""
     n, seed = job["samples"], job["seed"]
     options = {"n_inp": 1} if job["loss"] == "sample weights" else {}
+    options |= {"classes": ["a", "b", "c"]} if job["measure"] == "names" and job["loss"] == "classes" else {}
     if not job["data"].startswith("stream"):
         rng = torch.Generator().manual_seed(seed)
         options |= {
@@ -367,6 +403,7 @@ def make_loaders(job, batch):
     if job["after"] == "all loaders":
         valid.append(kind(*make_samples(job, job["valid"] + 1, seed + 2)))
     train = KINDS[job["data"]](*make_samples(job, n, seed))
+    train = Drawn(train, job["drawn"]) if job["drawn"] else train
     return DataLoaders.from_datasets(train, *valid, bs=batch, valid_bs=batch, device="cpu", **options)
 
 
@@ -489,7 +526,7 @@ def halve_rates(cb):
 
 def begin_layer_anew(cb):
     """Begin the last layer anew."""
-    torch.nn.init.constant_(cb.model.c.weight, 0.1)
+    torch.nn.init.zeros_(cb.model.c.weight)  # equal rows would give the other layers gradients of rounding alone
 
 
 def forget_moments(cb):
@@ -537,6 +574,15 @@ class Hidden(CarriedState):
 
     def start(self, n):
         return torch.zeros(n, 8, dtype=self.dtype)
+
+
+class Steady(Callback):
+    """Keeps the gradients small, where a user adds it between two fits."""
+
+    def before_step(self):
+        for p in self.model.parameters():
+            if p.grad is not None:
+                p.grad.clamp_(-0.03, 0.03)
 
 
 class Anneals(Callback):
@@ -667,7 +713,7 @@ def fit(learn, job, how):
         learn.lr_find(num_it=12, show_plot=False)
         learn.fit(1, lr)
     else:
-        learn.fit(2, lr)
+        learn.fit(2, None if job["between"] == "rate" else lr)
 
 
 def do_after(learn, job, batch, folder):
@@ -699,11 +745,74 @@ def do_after(learn, job, batch, folder):
     return []
 
 
+def change(learn, job, batch):
+    """Change the learner between two fits."""
+    between, numbers = job["between"], job["loss"] == "numbers"
+    if between == "loss":
+        learn.loss_func = nn.L1Loss() if numbers else nn.CrossEntropyLoss(label_smoothing=0.2)
+    if between == "metrics":
+        learn.metrics = [mse] if numbers else [AccumMetric(right, name="right")]
+    if between == "callback":
+        found = [cb for cb in learn.cbs if isinstance(cb, Steady)]
+        learn.remove_cbs(found) if found else learn.add_cb(Steady())
+    if between == "rate":
+        learn.lr = 5e-3
+    if between == "model":
+        torch.default_generator.manual_seed(job["seed"] + 9)
+        learn.model = Net(job)
+        learn.create_opt()
+    if between == "loaders":
+        learn.dls = make_loaders(job | {"seed": job["seed"] + 5}, batch)
+
+
+def make_partner(job, learn, folder, cbs, batch):
+    """A learner that trains before each fit of another one, and may share its data or its model."""
+    dls = learn.dls if job["partner"] == "data" else make_loaders(job | {"seed": job["seed"] + 3}, batch)
+    torch.default_generator.manual_seed(job["seed"] + 7)
+    model = learn.model if job["partner"] == "model" else Net(job)
+    loss, weight = make_loss(job)
+    cls = TwoKinds if job["groups"] == "two optimizers" else Learner
+    if job["carried"]:
+        cbs = [*cbs, Hidden(dtype_of(job))]
+    splitter = partial(with_loss, lambda model: [[*model.parameters()]], loss) if job["loss"] == "trained" else None
+    return cls(dls, model, loss, loss_weight=weight, opt_func=OPTS["momentum"], lr=1e-2, cbs=cbs, splitter=splitter)
+
+
+class Biggest(Metric):
+    """The largest prediction, and the mean of the largest of each sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("total", torch.zeros((), dtype=torch.float64))
+        self.add_state("n", 0)
+        self.add_state("most", torch.tensor(-torch.inf, dtype=torch.float64), reduce="max")
+
+    def update(self, pred, *targets):
+        largest = pred.double().max(1).values
+        self.total += largest.sum()
+        self.n += len(pred)
+        self.most = torch.maximum(self.most, largest.max())
+
+    def compute(self):
+        return self.total / self.n + self.most
+
+
+MEASURES = {
+    "names": {"classes": lambda: ["f1"], "numbers": lambda: ["mae"]},
+    "torchmetrics": {
+        "classes": lambda: [MulticlassF1Score(CLASSES)],
+        "numbers": lambda: [MeanAbsoluteError().set_dtype(torch.float64)],
+    },
+    "own": {"classes": lambda: [Biggest()], "numbers": lambda: [Biggest()]},
+}
+
+
 def make(job, folder, cbs, batch):
     """The learner of a job."""
     classes = job["loss"] in ("classes", "weighted classes", "smoothed", "the model's", "trained", "reads the inputs")
     metrics = [AccumMetric(right, name="right")] if classes or job["loss"] == "ignored" else []
     metrics += [accuracy] if classes else [mse, rmse] if job["loss"] in ("numbers", "sum") else []
+    metrics += MEASURES[job["measure"]][job["loss"]]() if job["measure"] else []
     loss, weight = make_loss(job)
     cls = TwoBackwards if job["backward"] == "its own" else TwoKinds if job["groups"] == "two optimizers" else Learner
     dls = make_loaders(job, batch)
@@ -723,7 +832,10 @@ def right(pred, y):
     return (pred.argmax(1) == y).double().mean()
 
 
-COLUMNS = {"loss", "right", "accuracy", "mse", "rmse", "logged", "inside", "all", "high"}
+COLUMNS = {
+    *("loss", "right", "accuracy", "mse", "rmse", "logged", "inside", "all", "high"),
+    *("f1", "mae", "multiclassf1score", "meanabsoluteerror", "biggest"),
+}
 
 
 def is_compared(name):
@@ -754,20 +866,31 @@ def run(job, folder, how="whole", shard=False):
         shard: whether its model is sharded.
     """
     set_seed(job["seed"])
-    cbs = [] if how == "whole" else [CheckpointCallback(Path(folder, "checkpoints"), every=job["every"], resume=True)]
+    cbs, partner_cbs = [], []
+    if how != "whole":
+        cbs, partner_cbs = (
+            [CheckpointCallback(Path(folder, name), every=job["every"], resume=True)] for name in ("checkpoints", "of")
+        )
     if how == "stopped":
-        cbs.append(raise_at(job["stop"], Stopped, at=job["stop_at"]))
+        stops = cbs if job["stops"] == "the job" else partner_cbs
+        stops.append(raise_at(job["stop"], Stopped, at=job["stop_at"]))
     batch = job["batch"] // (1 if job["split_batches"] else distributed.world_size())
     learn = make(job, folder, cbs, batch)
+    partner = make_partner(job, learn, folder, partner_cbs, batch) if job["partner"] else None
     rows, evaluations = [], []
     context = partial(learn.distrib_ctx, split_batches=job["split_batches"], **({"shard": True} if shard else {}))
     outer, inner = (nullcontext, context) if job["context"] == "of each" else (context, nullcontext)
     with learn.no_bar(), learn.no_logging(), suppress(Stopped), outer():
         for name in ("first", "second", "third")[: job["fits"]]:
+            if partner is not None:
+                with partner.no_bar(), partner.no_logging(), partner.distrib_ctx(split_batches=job["split_batches"]):
+                    partner.fit(1)
+                    evaluations += partner.recorder.losses
             with inner():
                 fit(learn, job, job[name])
                 rows.append(rows_of(learn.recorder))
                 evaluations += do_after(learn, job, batch, folder)
+            change(learn, job, batch)
     states = [s for opt in learn.opts for _, s in sorted(opt.state_dict()["state"].items())]
     return {
         "weights": {name: value.clone() for name, value in learn.model.state_dict().items()},
