@@ -124,7 +124,14 @@ def _write_traced(learn: "Learner", path: AnyPath) -> None:
         program = programs.traced(predictor, args, kwargs, size, safe_name)
         # Checks on all samples, and on one, find programs that hold for the example's number of samples alone.
         batches = [(args, kwargs), map_batch(lambda t: t[:1] if t.ndim and len(t) == size else t, (args, kwargs))]
-        expected = [predictor(*some, **named) for some, named in batches]
+        try:
+            expected = [predictor(*some, **named) for some, named in batches]
+        except Exception as e:
+            raise CheckpointError(
+                f"torch.export cannot take {facts.model}: it fails on the first sample of a batch by itself, as a "
+                f"model does whose batch is one graph ({in_one_line(e)}), and a program is for any number of samples. "
+                f"Its weights alone can always be exported: learn.export({safe_name!r}) (errors.html#export)"
+            ) from e
         cases = list(zip(map_batch(lambda t: t.cpu(), batches), expected, strict=True))
 
         def check(what: str, call: Callable) -> None:

@@ -309,6 +309,18 @@ def test_inputs_that_a_program_cannot_have_are_named(name, value, why, size):
         learn.export("a.pt2")
 
 
+def test_a_model_whose_batch_is_one_graph_has_no_program():
+    class Graph(nn.Linear):
+        def forward(self, x, adjacency):
+            return adjacency @ super().forward(x)
+
+    graph = [(torch.ones(6, 4), torch.eye(6), torch.arange(6) % 2)]
+    learn = make_learner(DataLoaders(graph, device="cpu"), Graph(4, 2), nn.CrossEntropyLoss())
+    why = "torch.export cannot take Graph: it fails on the first sample of a batch by itself"
+    with raises(CheckpointError, why, "learn.export('a.safetensors')"):
+        learn.export("a.pt2")
+
+
 class Pairs(nn.Module):
     """Takes steps in pairs: of an odd number it leaves out the last."""
 
