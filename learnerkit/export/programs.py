@@ -135,7 +135,8 @@ def compare(found: Any, expected: Any, what: str, safe_name: str) -> None:
 def _are_close(found: Tensor, expected: Tensor) -> bool:
     # Accelerators may round the products of float32 (TF32).
     rounding = 1e-3 if expected.itemsize >= 4 and expected.is_cpu else 3e-2
-    a, b = (t.detach().cpu().double() for t in (found, expected))
+    wide = torch.complex128 if expected.is_complex() else torch.float64
+    a, b = (t.detach().cpu().to(wide) for t in (found, expected))
     finite = b[b.isfinite() & (a != b)].abs()  # Equal ones, such as -1e9 in a mask, tell nothing of the rest.
     scale = max(1.0, float(finite.max())) if finite.numel() else 1.0
     return torch.allclose(a, b, rtol=0, atol=rounding * scale, equal_nan=True)

@@ -262,6 +262,8 @@ class Odd(nn.Module):
             return self.body(x) if float(x.sum()) > 0 else -self.body(x)
         if self.what == "calls":
             return self.body(x) + self.calls
+        if self.what == "complex":
+            return torch.complex(self.body(x), self.body(x) + self.calls)
         if self.what == "masked":
             return torch.cat([self.body(x) + self.calls, torch.full_like(x, -1e9)], 1)
         if self.what == "length":
@@ -275,6 +277,7 @@ class Odd(nn.Module):
      ("size", "torch.export cannot take Odd: "),
      ("length", r"torch.export cannot take Odd: its code makes a constant of .* as len\(x\).*; x.shape\[0\] does not"),
      ("masked", r"the exported program does not predict as the model does \(other values\)"),
+     ("complex", r"the exported program does not predict as the model does \(other values\)"),
      pytest.param("calls", r"the exported program does not predict as the model does \(other values\)")],
 )  # fmt: skip
 def test_what_torch_cannot_export_is_said_first_and_an_old_file_stays(what, message, capsys):
