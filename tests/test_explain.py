@@ -169,6 +169,8 @@ ROWS = {
         ["targets are text", "classes.index"]),
     "swapped arguments": (lambda: learner(loss_func=lambda target, pred: F.cross_entropy(pred, target)),
         ["f(pred, target)", "the other way round"]),
+    "complex predictions": (lambda: learner(Samples(lambda i: (torch.arange(16.0), torch.zeros(3))),
+        Net(lambda layer, x: torch.fft.fft(layer(x))), nn.MSELoss()), ["takes no complex numbers", "pred.abs()"]),
     "a loss of three arguments": (lambda: learner(loss_func=lambda pred: pred.sum()), ["f(pred, *targets)"]),
     "a dict with a name": (lambda: learner(dicts(target_keys="label"), OfImage()),
         ["forward takes image", "ignore_keys=('name',)"]),

@@ -226,6 +226,11 @@ def of_comparison(frames: list[FrameType], text: str) -> str:
     if frame is None:
         return ""
     scores, target = frame.f_locals["input"], frame.f_locals["target"]
+    if "Complex" in text:
+        own = "lambda pred, y: (pred - y).abs().square().mean()"
+        return (
+            f"this loss takes no complex numbers: give it real ones, such as pred.abs(), or take one of your own: {own}"
+        )
     if target.is_floating_point() and not scores.is_floating_point():
         return "loss_func is called as f(pred, target), and takes them the other way round"
     if frame.f_code.co_name in _BY_CLASS:
