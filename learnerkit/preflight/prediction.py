@@ -232,7 +232,7 @@ def _measured(
     one: "Learner", seen: Seen, n: int, cbs: Sequence[Callback], others: Sequence[int], live: Any
 ) -> Prediction:
     """Measure the peaks of a step on `n` samples and of passes on other numbers of samples."""
-    model = one.model.train()
+    model, one.training = one.model.train(), True  # a loss, or a step of its own, may ask for it
     peaks = dict[int, tuple[int, ...]]()  # in the forward pass, in the backward pass, and in the optimizer's step
     mode = next((cb.mode for cb in cbs if isinstance(cb, MixedPrecision)), None)
     again = next((cb.modules for cb in cbs if isinstance(cb, ActivationCheckpointing)), None)

@@ -366,6 +366,25 @@ def test_lines_tell_how_many_fit():
     assert (more.at(1), more.peak, more.at(10), more.base) == (55, 65, 115, 35.0)
 
 
+class OnlyInTraining(Learner):
+    """Uses the second layer in training alone."""
+
+    def _loss(self):
+        super()._loss()
+        if self.training:
+            self.loss_grad = self.loss_grad + self.model[1].weight.square().sum() + self.model[1].bias.square().sum()
+
+
+@pytest.mark.parametrize("on", [fake_steps, real_steps])
+def test_what_a_learner_does_in_training_alone_takes_part(on):
+    model = nn.Sequential(nn.Linear(6, 2), nn.Linear(2, 500))
+    model.forward = model[0].forward
+    rows = [(torch.randn(8, 6), torch.arange(8) % 2)]
+    learn = OnlyInTraining(DataLoaders(rows, rows, device="cpu"), model, nn.CrossEntropyLoss())
+    learn.validate()
+    assert predict_memory(learn, on=[on]).gradients == n_bytes(model.parameters())
+
+
 def test_in_a_fit_the_batch_is_the_present_one():
     found = []
 
