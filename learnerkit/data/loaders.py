@@ -646,7 +646,7 @@ def _collate_inputs(collate: Callable[[list], Any], as_tuples: bool, items: list
 
 def _yields_tuples(dl: DataLoader) -> bool:
     """Tell from its first sample whether a loader's dataset yields tuples."""
-    if not has_index(dl):
+    if not has_index(dl) or loader_len(dl.dataset) == 0:
         return False
     with keep_seeds():
         return isinstance(dl.dataset[0], tuple | list)

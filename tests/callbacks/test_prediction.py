@@ -748,6 +748,12 @@ def test_a_collate_function_gets_tuples_where_samples_are_some():
         assert torch.equal(preds, found)
 
 
+def test_a_loader_without_samples_joins_inputs_by_its_collate_function():
+    dls = DataLoaders(DataLoader([], 4, collate_fn=torch.stack), device="cpu")
+    learn, x = make_learner(dls, make_model(n_out=3), nn.CrossEntropyLoss()), make_classes(2, seed=1).tensors[0]
+    assert torch.equal(torch.stack([found.pred for found in learn.predict_many(list(x))]), learn.model(x))
+
+
 # Probabilities
 
 
