@@ -11,7 +11,16 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Subset, SubsetRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from learnerkit import arguments, distributed, parallel
 from learnerkit.callback import Callback, running
@@ -20,7 +29,7 @@ from learnerkit.callbacks.debugging import ShortLoader
 from learnerkit.callbacks.training import StepBudget
 from learnerkit.data.batches import loader_len
 from learnerkit.data.lengths import LengthBatches
-from learnerkit.data.order import keep_seeds, refuse_iterator, with_batches
+from learnerkit.data.order import keep_seeds, put_back_attributes, refuse_iterator, with_batches
 from learnerkit.explain import is_out_of_memory
 from learnerkit.inspection.undoing import held_tensors, state_tensors
 from learnerkit.marks import collective, not_collective
@@ -306,6 +315,10 @@ class _Source:
             rows = sampler.indices
         elif isinstance(sampler, Sequence):
             rows = sampler
+        elif sampler is not None and type(sampler) not in (SequentialSampler, RandomSampler, WeightedRandomSampler):
+            with ExitStack() as stack, keep_seeds(dl):  # what it draws may be other keys than numbers
+                put_back_attributes(sampler, stack)
+                rows = [*islice(sampler, loader_len(sampler) or len(rows))]
         self.dl, self.n = dl, min(len(rows), loader_len(sampler) or len(rows))
         self.longest: int | None = None
         lengths = _lengths(dl.dataset)
@@ -322,9 +335,9 @@ class _Source:
             places = torch.linspace(0, len(rows) - 1, min(READ, len(rows)), dtype=torch.float64).long().tolist()
             read = [rows[i] for i in places]
             with keep_seeds(dl):
-                sizes = {i: _size(dl.dataset[i]) for i in read}
-            if len({*sizes.values()}) > 1:
-                self.order = sorted(read, key=lambda i: -sizes[i])
+                sizes = [_size(dl.dataset[i]) for i in read]
+            if len({*sizes}) > 1:
+                self.order = [read[k] for k in sorted(range(len(read)), key=lambda k: -sizes[k])]
                 some = "all" if len(read) == len(rows) else f"{len(read)} of"
                 self.what = f"the largest of {some} {len(rows)} samples"
 

@@ -247,6 +247,35 @@ def test_a_sampler_of_a_part_leaves_the_others_out(memory, tell, kind):
     assert (found.batch_size, found.effective, found.lr) == (21, 21, pytest.approx(0.1 * 21 / 4))
 
 
+def test_a_sampler_of_the_users_own_draws_keys_that_are_no_numbers(memory):
+    class Keys(list):
+        def __getitem__(self, key):
+            few, many = key
+            return torch.ones(4 + many[0] % 2), torch.ones(1)
+
+    class Draws:
+        drawn = 0
+
+        def __iter__(self):
+            for i in range(6):
+                self.drawn += 1
+                yield i, [i + 1]
+
+        def __len__(self):
+            return 6
+
+    sizes, sampler = [], Draws()
+
+    def collate(samples):
+        sizes.append([len(x) for x, _ in samples])
+        return torch.ones(len(samples), 1), torch.stack([y for _, y in samples])
+
+    dl = DataLoader(Keys(range(6)), 2, sampler=sampler, collate_fn=collate)
+    learn = make_learner(DataLoaders(dl, device="cpu"), make_model(1))
+    assert learn.find_batch_size(bs=2).samples == "the largest of all 6 samples"
+    assert (sizes, sampler.drawn) == ([[5, 5]] * 2, 0)
+
+
 def test_a_batch_sampler_of_the_users_own_tells_its_size(memory):
     class Own:
         batch_size = 4
