@@ -718,7 +718,7 @@ def take_loss(learn: "Learner") -> None:
         learn._loss()
     if learn.loss_grad is None:
         return
-    if not isinstance(learn.loss_grad, Tensor) or learn.loss_grad.ndim:
+    if not isinstance(learn.loss_grad, Tensor) or learn.loss_grad.ndim or learn.loss_grad.is_complex():
         raise no_scalar(learn.loss_grad)
     if learn.training and learn.iter == learn.first_iter and learn.n_ranks > 1:
         weighting.gathers = any(node.name() == distributed.GATHERED for node in nodes_of([learn.loss_grad]))
@@ -993,6 +993,8 @@ def no_scalar(loss: Any) -> ValueError:
     advice = "for instance its .mean() (reduction='mean')"
     if isinstance(loss, Mapping | list | tuple):
         advice = "such as the sum of its parts, each of which a callback can give to learn.log_metric(name, value)"
+    elif isinstance(loss, Tensor) and loss.is_complex():
+        advice = "a real one, such as (pred - y).abs().square().mean()"
     return ValueError(f"the loss is not a scalar: loss_func returned {describe(loss)}; return a 0-dim tensor, {advice}")
 
 

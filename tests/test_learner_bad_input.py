@@ -24,7 +24,16 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from learnerkit import Callback, DataLoaders, GradientAccumulation, Learner, OverfitBatch, ShortEpochCallback, mae
+from learnerkit import (
+    AccumMetric,
+    Callback,
+    DataLoaders,
+    GradientAccumulation,
+    Learner,
+    OverfitBatch,
+    ShortEpochCallback,
+    mae,
+)
 
 
 @pytest.mark.parametrize("wrong", [None, 3, make_data(), [1, 2]])
@@ -299,6 +308,20 @@ def test_a_metric_must_return_a_number():
     ) as e:
         learn.fit(1)
     assert any(n.startswith("metric 'vector' got predictions: float32 tensor of shape (4, 1)") for n in notes(e.value))
+
+
+def waves(pred, target):
+    return torch.fft.fft(pred - target, dim=0).mean()
+
+
+def test_losses_and_metrics_are_real_numbers():
+    with pytest.raises(ValueError, match=r"loss_func returned complex64 tensor .* such as \(pred - y\)\.abs"):
+        make_learner(loss_func=waves).validate()
+    for metric, name in ((waves, "waves"), (AccumMetric(waves, "all"), "all")):
+        with pytest.raises(ValueError, match=f"metric '{name}' returned complex64 tensor .*; a metric returns"):
+            make_learner(metrics=metric).validate()
+    with pytest.raises(ValueError, match=r"log_metric\('z'\) got complex64 tensor"):
+        make_learner(cbs=Callback(after_loss=lambda cb: cb.learn.log_metric("z", waves(cb.pred, cb.y)))).fit(1)
 
 
 def test_a_failing_metric_says_what_it_got():

@@ -231,8 +231,10 @@ class Meter:
 
 
 def is_number(value: Any) -> bool:
-    """Tell whether a value is a number, or a tensor with one element."""
-    return value.numel() == 1 if isinstance(value, Tensor) else hasattr(value, "__float__")
+    """Tell whether a value is a real number, or a tensor with one of them."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    return hasattr(value, "__float__")
 
 
 def _detached(pred: Any) -> Any:
@@ -294,7 +296,7 @@ class MeanMeter(Meter):
     def update(self, place: int, size: int, pred: Any, targets: tuple) -> None:
         """Add the mean of a batch; it stays on the device."""
         value, weight = self._weighed(size, _detached(pred), targets)
-        is_scalar = isinstance(value, Tensor) and value.ndim == 0
+        is_scalar = isinstance(value, Tensor) and value.ndim == 0 and not value.is_complex()
         self._means.append(value.detach() if is_scalar else self.scalar(value), weight)
 
     def depends_on_cut(self, size: int, pred: Any, targets: tuple) -> bool:
