@@ -1,5 +1,6 @@
 """The report of an attempt: which rank failed first, and how each has ended, in words."""
 
+import re
 import signal
 import subprocess
 import sys
@@ -94,11 +95,12 @@ def report(ranks: list[Rank], reason: int | Outcome, topology: Topology, began: 
     failed, by_others = failures(ranks), ended_by_another_node(reason, topology)
     if isinstance(reason, Outcome) and by_others:
         say(reason.text)
-    # If all that failed only followed, one that has ended well left too early, however long it took to end.
-    all_follow = all(follows(rank) == FOLLOWS for rank in failed)
-    early = [rank for rank in ranks if rank.code == 0 and (all_follow or rank.ended < failed[0].ended)]
-    told = early[:1] if failed and all(map(follows, failed)) else []
-    for rank in told:
+    # If another rank has caused all failures, one that has ended well left too early: if that is certain, however long
+    # it took to end.
+    certainty = min(map(follows, failed), default=0)
+    well = [rank for rank in ranks if certainty and rank.code == 0]
+    early = [rank for rank in well if certainty == FOLLOWS or rank.ended < failed[0].ended][:1]
+    for rank in early:
         say(f"rank {rank.number} left before the others: it {how_where_and_when(rank, began)}")
     for rank in failed[: 0 if by_others else 1]:
         # One line if the user asked for the end, or the message names the cause.
@@ -107,19 +109,18 @@ def report(ranks: list[Rank], reason: int | Outcome, topology: Topology, began: 
         else:
             details = rank.report.brief if wants_short() else rank.report.traceback
         say(f"rank {rank.number} {how_where_and_when(rank, began)}" + (f":\n{details}" if details else ""))
-    later: dict[str, list[int]] = {}
+    alike: dict[str, list[int]] = {}
     for rank in failed[0 if by_others else 1 :]:
         error = rank.report.error
         how = f"failed: {error}" if error else how_it_ended(rank).rstrip(",")
-        later.setdefault(how, []).append(rank.number)
-    for how, (number, *more) in later.items():
-        if not more:
-            say(f"rank {number} then {how}")
-            continue
-        how = f"were {how[4:]}" if how.startswith("was ") else how
-        say(f"ranks {first_few(sorted([number, *more]))} then {how}")
+        alike.setdefault(how, []).append(rank.number)
+    for how, numbers in alike.items():
+        if len(numbers) == 1:
+            say(f"rank {numbers[0]} then {how}")
+        else:
+            say(f"ranks {first_few(sorted(numbers))} then {re.sub('^was ', 'were ', how)}")
     for rank in ranks:
-        if rank not in (*failed, *told) and (failed or by_others or signal.SIGKILL in rank.stop_signals):
+        if rank not in (*failed, *early) and (failed or by_others or signal.SIGKILL in rank.stop_signals):
             say(f"rank {rank.number} {how_where_and_when(rank, began)}")
 
 

@@ -160,19 +160,18 @@ def run_attempt(job: Job, attempt: Attempt, signals: SignalQueue) -> Outcome:
     attempt.asked = output.finish(signals) or attempt.asked
     reason = attempt.asked if reason is None else reason
     log_errors(ranks)
-    if reason is None:  # A single rank may have got a signal, and told the others.
-        reason = next(filter(None, map(stopped_by, ranks)), None)
-        if reason is not None:
-            attempt.events.signal(reason)
-            if not job.quiet:
-                say(f"a rank got {signal_name(reason)}, and all have stopped")
-            agreed = attempt.agree_on_end(outcome_of(ranks, reason, topology))
-            reason = agreed if agreed.kind == "left" else reason
-    if reason is None:
+    if isinstance(reason, int):
+        attempt.agree_on_end(outcome_of(ranks, reason, topology))
+    elif reason is None and (signum := next(filter(None, map(stopped_by, ranks)), None)):
+        # A single rank may have got a signal, and told the others.
+        attempt.events.signal(signum)
+        if not job.quiet:
+            say(f"a rank got {signal_name(signum)}, and all have stopped")
+        agreed = attempt.agree_on_end(outcome_of(ranks, signum, topology))
+        reason = agreed if agreed.kind == "left" else signum
+    elif reason is None:
         done = Outcome("done", topology.node, 0)
         reason = wait_interruptibly(lambda: attempt.agree_on_end(done), signals)
-    elif isinstance(reason, int):
-        attempt.agree_on_end(outcome_of(ranks, reason, topology))
     explained = job.explains_failure and all(rank.code in (0, 1) and not rank.report.error for rank in ranks)
     if not (explained or job.quiet):
         report(ranks, reason, topology, began)
