@@ -79,7 +79,7 @@ def state_dict(learn: "Learner", first: Mapping[str, Mapping[str, Any]] | None =
     mine = {
         "random": [*map(seeds.without_arrays, seeds.seed_states()), seeds.device_states(learn.dls.device)],
         "seed": torch.initial_seed(),
-        "data": generators_state_dict(learn.dls.loaders, position),
+        "data": generators_state_dict(loaders, position),
         "position": {} if position is None else position.own_state_dict(),
         "callbacks": own,
         "alone": alone,
@@ -371,25 +371,7 @@ def state_table(learn: "Learner") -> dict[str, str]:
     In training, buffers that may differ between two forward passes are left out. A host-device sync.
     """
     model = unwrap(learn.model)
-    names = {id(p): name for name, p in model.named_parameters()}
-    rates: dict = {}
-    states: dict = {}
-    beside: dict = {}
-    opts = [f"optimizer {key!r}" for key in learn.opt] if isinstance(learn.opt, dict) else ["optimizer"]
-    for whose, opt in zip(opts, learn.opts, strict=False):  # there may be no optimizer
-        of = f" of {whose}" if len(opts) > 1 else ""
-        saved, owners = dict(opt.state_dict()), dict[Any, str]()
-        for i, (group, own) in enumerate(zip(saved.pop("param_groups"), opt.param_groups, strict=True)):
-            options = {"learning rate" if k == "lr" else k: v for k, v in group.items() if k not in _NO_OPTIONS}
-            rates |= {f"{name} of group {i}{of}": leaf for name, leaf in _leaves(options)}
-            for place, (number, p) in enumerate(zip(group["params"], own["params"], strict=True)):
-                owners[number] = names.get(id(p)) or f"parameter {place} of group {i}"
-                if id(p) not in names:
-                    beside[owners[number] + of] = p
-        for number, state in saved.pop("state").items():
-            states |= {f"{whose} {name} of {owners.get(number, number)}": leaf for name, leaf in _leaves(state)}
-        # An optimizer that wraps another one has more entries.
-        states |= {f"{whose} {name}": leaf for name, leaf in _leaves(saved)}
+    options, states, beside = _of_optimizers(learn, model)
     for key, cb in taking_part(learn):
         method = type(cb).state_dict
         # The states of this library's recorders, trackers and loggers contain times and the like.
@@ -397,18 +379,42 @@ def state_table(learn: "Learner") -> dict[str, str]:
             state = {name: value for name, value in state_of(cb).items() if name != "own"}
             states |= {f"{CALLBACK}{key} {name}": leaf for name, leaf in _leaves(state)}
     norms = [m for m in model.modules() if isinstance(m, StatisticsNorm) and not isinstance(m, nn.SyncBatchNorm)]
-    apart = {id(buffer) for norm in norms if learn.training for buffer in norm.buffers(recurse=False)}
-    # Rates and counters come first: where they differ, they cause the differences in the weights. Shards are left out,
-    # as every rank has other rows.
-    entries = rates | {f"counter {name}": getattr(learn, name) for name in ("epoch", "iter", "train_iter")}
+    apart = {buffer for norm in norms if learn.training for buffer in norm.buffers(recurse=False)}
+    # Options and counters come first: where they differ, they cause the differences in the weights.
+    entries = options | {f"counter {name}": getattr(learn, name) for name in ("epoch", "iter", "train_iter")}
     entries |= {f"parameter {name}": p for name, p in model.named_parameters()} | beside
-    entries |= {f"buffer {name}": b for name, b in model.named_buffers() if id(b) not in apart}
+    entries |= {f"buffer {name}": b for name, b in model.named_buffers() if b not in apart}
+    # Shards are left out, as every rank has other rows.
     entries = {name: value for name, value in (entries | states).items() if not is_shard(value)}
     marks = iter(digests(value for value in entries.values() if isinstance(value, Tensor)))
     return {
         name: f"{describe(value)} with digest {next(marks):016x}" if isinstance(value, Tensor) else repr(value)
         for name, value in entries.items()
     }
+
+
+def _of_optimizers(learn: "Learner", model: nn.Module) -> tuple[dict, dict, dict]:
+    """Return the optimizers' options, their states, and the parameters that they train beside the model, by name."""
+    options: dict = {}
+    states: dict = {}
+    beside: dict = {}
+    names = {p: name for name, p in model.named_parameters()}
+    opts = [f"optimizer {key!r}" for key in learn.opt] if isinstance(learn.opt, dict) else ["optimizer"]
+    for whose, opt in zip(opts, learn.opts, strict=False):  # there may be no optimizer
+        of = f" of {whose}" if len(opts) > 1 else ""
+        saved, owners = dict(opt.state_dict()), dict[Any, str]()
+        for i, (group, own) in enumerate(zip(saved.pop("param_groups"), opt.param_groups, strict=True)):
+            named = {"learning rate" if k == "lr" else k: v for k, v in group.items() if k not in _NO_OPTIONS}
+            options |= {f"{name} of group {i}{of}": leaf for name, leaf in _leaves(named)}
+            for place, (number, p) in enumerate(zip(group["params"], own["params"], strict=True)):
+                owners[number] = names.get(p) or f"parameter {place} of group {i}"
+                if p not in names:
+                    beside[owners[number] + of] = p
+        for number, state in saved.pop("state").items():
+            states |= {f"{whose} {name} of {owners.get(number, number)}": leaf for name, leaf in _leaves(state)}
+        # An optimizer that wraps another one has more entries.
+        states |= {f"{whose} {name}": leaf for name, leaf in _leaves(saved)}
+    return options, states, beside
 
 
 _NO_OPTIONS = ("params", optim.GROUP, optim.COUNT, optim.WHOLE, optim.PLACES, optim.OPTIONS)
@@ -574,19 +580,22 @@ def _put_callback(cb: Callback, state: State) -> None:
         return
     ranks = [state["own"]] if "own" in state else state["ranks"]
     own = ranks[distributed.rank() if distributed.rank() < len(ranks) else 0]
+
+    def is_data(name: str) -> bool:  # A forged file might replace methods.
+        return name not in _NOT_STATE and not callable(getattr(type(cb), name, None))
+
     for name, value in own.get("values", {}).items():
-        # A forged file might replace methods.
         kind = own.get("containers", {}).get(name)
         if kind is not None and not isinstance(vars(cb).get(name), set | deque | dict):
             if kind not in _MADE:
                 continue  # the script makes it later, and it begins anew
             value = _MADE[kind](value)
-        if name not in _NOT_STATE and not callable(getattr(type(cb), name, None)):
+        if is_data(name):
             on_device = name in own.get("on_device", ())
             _put_attribute(cb, name, to_device(value, cb.learn.dls.device) if on_device else value)
     for name, value in own.get("generators", {}).items():
-        is_free = vars(cb).get(name) is None and name not in _NOT_STATE and not callable(getattr(type(cb), name, None))
-        if is_free or isinstance(vars(cb).get(name), GENERATORS):
+        here = vars(cb).get(name)
+        if isinstance(here, GENERATORS) or (here is None and is_data(name)):
             put_generator(cb, name, value)
 
 
