@@ -160,9 +160,8 @@ def _ways(learn: "Learner", seen: Seen, prediction: Prediction, room: float, wai
         return None if isinstance(added, str) else added
 
     n, ways = prediction.batch_size, dict[str, float]()
-    split = predicted(GradientAccumulation(n_batches=2)) or prediction.with_more(
-        prediction.gradients
-    )  # These are kept.
+    # The gradients of a part are kept while the next one is computed, as in an accumulation.
+    split = predicted(GradientAccumulation(n_batches=2)) or prediction.with_more(prediction.gradients)
     if 0 < (most := split.largest(room)) < n:
         parts = -(-n // most)
         ways[f"SplitBatch({parts})"] = split.at(-(-n // parts))

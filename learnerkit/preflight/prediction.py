@@ -246,27 +246,17 @@ def _measured(
         live.note((*held_tensors(model, one.loss_func), *state))
         stack.enter_context(live)
         for i, size in enumerate((n, *[n] * keeps, *others)):  # Kept gradients come from earlier passes.
-            live.peak = live.now
-            one.batch, one.xb, one.yb = _resized(one, seen, size)
-            one.batch_size = size
-            with nullcontext() if mode is None else torch.autocast(one.dls.device.type, MODES[mode]):
-                one._forward()
-                if mode is not None:
-                    predictions_in_float32(one)
-                one._loss()
-            forward = live.peak
-            live.peak = live.now
-            one._backward()
-            backward, after = live.peak, live.now
-            live.peak = after
+            forward, backward = _peaks_of_passes(one, seen, size, mode, live)
             if not i:
+                live.peak = after = live.now
                 gradients = n_bytes(p.grad for p in model.parameters() if p.grad is not None)
                 one._step()
                 optimizer = n_bytes(state_tensors(one.opts))
-                made = optimizer - n_bytes(state)
-                extra = live.peak - after - made  # The step has made the optimizer's state, which stays.
-            beside = 0 if i else made
-            peaks[size] = forward + beside, backward + beside, after + beside + extra
+                made = optimizer - n_bytes(state)  # The step has made this state, which is there in all later passes.
+                extra = live.peak - after - made
+                peaks[size] = forward + made, backward + made, live.peak
+            else:
+                peaks[size] = forward, backward, live.now + extra
             if not keeps:
                 one._zero_grad()
             one.batch = one.pred = one.output = one.loss = one.loss_grad = None
@@ -277,6 +267,22 @@ def _measured(
     base, per_sample = lines[-1]
     peak = max(peaks[n])
     return Prediction(n_bytes(model.parameters()), gradients, optimizer, per_sample, base, peak, n, tuple(lines))
+
+
+def _peaks_of_passes(one: "Learner", seen: Seen, size: int, mode: str | None, live: Any) -> tuple[int, int]:
+    """Return the peaks of a forward and of a backward pass on `size` samples."""
+    live.peak = live.now
+    one.batch, one.xb, one.yb = _resized(one, seen, size)
+    one.batch_size = size
+    with nullcontext() if mode is None else torch.autocast(one.dls.device.type, MODES[mode]):
+        one._forward()
+        if mode is not None:
+            predictions_in_float32(one)
+        one._loss()
+    forward = live.peak
+    live.peak = live.now
+    one._backward()
+    return forward, live.peak
 
 
 def _line(low: tuple[int, tuple[int, ...]], high: tuple[int, tuple[int, ...]], part: int) -> tuple[float, float]:
