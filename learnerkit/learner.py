@@ -100,7 +100,6 @@ from learnerkit.utils import (
     suggests_keywords,
     training_modes,
     unwrap,
-    warn,
 )
 from learnerkit.values import TensorFunction, map_batch
 
@@ -1276,8 +1275,8 @@ class Learner(RunState):
 
     def freeze(self) -> None:
         """Train only the last of the splitter's groups. If there is a single group, warn that nothing is frozen."""
-        if len(optim.split(unwrap(self.model), self.splitter)) == 1 and distributed.is_main():
-            warn(
+        if len(optim.split(unwrap(self.model), self.splitter)) == 1:
+            distributed.warn(
                 "there is a single group of parameters, so freezing leaves all of them to be trained; give the Learner "
                 "splitter=, a function of the model that returns lists of parameters (errors.html#parameter-groups)"
             )
@@ -1653,8 +1652,8 @@ class Learner(RunState):
             if isinstance(e, CheckpointError):
                 raise
             raise CheckpointError(f"{saved.name} does not fit {type(model).__name__}: {e}") from e
-        if with_opt and saved.opt is None and distributed.is_main():
-            warn(
+        if with_opt and saved.opt is None:
+            distributed.warn(
                 f"{saved.name} has weights and no optimizer state, so the optimizer stays as it is, or begins anew; "
                 "load(..., with_opt=False) says that this is meant"
             )

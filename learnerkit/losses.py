@@ -27,7 +27,7 @@ from learnerkit.marks import collective
 from learnerkit.state import Learner
 from learnerkit.text import did_you_mean
 from learnerkit.torch_internals import nodes_of
-from learnerkit.utils import itself, library_of, overrides, replaced, unbound, unwrap, warn
+from learnerkit.utils import itself, library_of, overrides, replaced, unbound, unwrap
 from learnerkit.values import TensorFunction, describe, get_field, tensors_in
 
 
@@ -686,8 +686,8 @@ def fire_after_loss(learn: "Learner") -> None:
         return
     is_changed = learn.loss is not loss and getattr(learn.loss, "requires_grad", False)
     is_same = graph is not None and getattr(learn.loss_grad, "grad_fn", None) is graph
-    if is_changed and is_same and distributed.is_main():
-        warn(
+    if is_changed and is_same:
+        distributed.warn(
             "a callback has changed learn.loss, which is recorded, and not learn.loss_grad, which is differentiated, "
             "so training does not see the change; write self.learn.loss_grad = self.loss_grad + ..."
             " (errors.html#callback-attributes)"

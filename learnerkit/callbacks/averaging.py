@@ -19,7 +19,7 @@ from learnerkit.shards import is_shard, local, put
 from learnerkit.state import State
 from learnerkit.text import first_few
 from learnerkit.torch_internals import BatchNorm
-from learnerkit.utils import spanned_devices, unwrap, warn
+from learnerkit.utils import spanned_devices, unwrap
 
 
 class _Averaging(Callback):
@@ -483,8 +483,8 @@ class SWA(_Averaging):
                 self._average[names[getattr(norm, kind)]].copy_(value)
 
     def after_fit(self) -> None:
-        if self._own and not self.n_averaged and distributed.is_main():
-            warn(
+        if self._own and not self.n_averaged:
+            distributed.warn(
                 f"SWA averaged nothing: no epoch of this fit began at start={self.start} or later and was trained to "
                 "its end"
             )

@@ -18,7 +18,6 @@ from learnerkit.data.iterable import LoaderView
 from learnerkit.data.stream import stream_of
 from learnerkit.state import State
 from learnerkit.torch_internals import is_profiling
-from learnerkit.utils import warn
 from learnerkit.values import map_batch
 
 
@@ -244,5 +243,7 @@ class Profiler(Callback):
         profiler, self._profiler = self._profiler, None
         if profiler is not None:
             profiler.stop()
-            if self.path is None and distributed.is_main():
-                warn(f"no step was recorded: the fit has read fewer than {self.steps[0] + 1} training batches")
+            if self.path is None:
+                distributed.warn(
+                    f"no step was recorded: the fit has read fewer than {self.steps[0] + 1} training batches"
+                )

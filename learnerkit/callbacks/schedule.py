@@ -20,7 +20,7 @@ from learnerkit.callbacks.recorder import check_monitor, monitored
 from learnerkit.run_state import filled
 from learnerkit.state import State
 from learnerkit.text import did_you_mean, first_few
-from learnerkit.utils import listify, restorer, warn
+from learnerkit.utils import listify, restorer
 
 Schedule = Callable[[float], float]
 """A hyper-parameter as a function of the share of training done, from 0 to 1."""
@@ -383,10 +383,10 @@ class TorchScheduler(Callback):
             self._advance()
 
     def after_fit(self) -> None:
-        for scheduler in self._schedulers if self.learn.pct_train >= 1 and distributed.is_main() else ():
+        for scheduler in self._schedulers if self.learn.pct_train >= 1 else ():
             planned = getattr(scheduler, "total_steps", None)
             if planned and (taken := scheduler.last_epoch) < _LEAST_OF_PLAN * planned:
-                warn(
+                distributed.warn(
                     f"the {type(scheduler).__name__} was made for {planned} steps and this fit has taken {taken}, so "
                     f"the rate has not come to its end; {_COUNT}"
                 )

@@ -24,7 +24,7 @@ from learnerkit.host_scalars import HostScalars
 from learnerkit.marks import collective
 from learnerkit.state import State
 from learnerkit.stores.paths import AnyPath
-from learnerkit.utils import owner_of, warn
+from learnerkit.utils import owner_of
 
 _LESS_IS_BETTER = re.compile(
     r"loss|error|perplexity|cross.?entropy|(?<![a-z0-9])(mse|rmse|mae|mape|nll|b?ce|ppl|wer|cer|brier|ece|fid)(?![a-z0-9])",
@@ -116,8 +116,8 @@ class TrackerCallback(NamedState):
         return True
 
     def after_fit(self) -> None:
-        if self._rows and not self._rows_with_column and distributed.is_main():
-            warn(f"{self!r} did nothing: none of the fit's {self._rows} rows has a column {self.monitor!r}")
+        if self._rows and not self._rows_with_column:
+            distributed.warn(f"{self!r} did nothing: none of the fit's {self._rows} rows has a column {self.monitor!r}")
 
 
 class SaveModelCallback(TrackerCallback):
@@ -222,11 +222,10 @@ class SaveModelCallback(TrackerCallback):
         self._best_path = file if state["saved"] else None
         self._loss = state.get("loss", {})
         if state["saved"] and not distributed.broadcast(distributed.is_main() and file.is_file()):
-            if distributed.is_main():
-                warn(
-                    f"{file} is not there any more, with the best model of before ({self.monitor} {self.best:.6g}): "
-                    "the best is that of the rows to come"
-                )
+            distributed.warn(
+                f"{file} is not there any more, with the best model of before ({self.monitor} {self.best:.6g}): "
+                "the best is that of the rows to come"
+            )
             self._best_path, self.best = None, self._worst
         self.last_saved_path = self._best_path or self.last_saved_path
 

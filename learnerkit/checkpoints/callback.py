@@ -54,7 +54,7 @@ from learnerkit.shards import local
 from learnerkit.state import State
 from learnerkit.stores.paths import AnyPath, StorePath, any_path
 from learnerkit.text import first_few, format_time, printable
-from learnerkit.utils import unwrap, warn
+from learnerkit.utils import unwrap
 
 _ENDS = "ends"  # the directory of the states at the end of each fit
 _FITS = 10  # the number of such states that are kept
@@ -310,7 +310,9 @@ class CheckpointCallback(StepCounter):
             )
             self._end()
         if then["place"] != EPOCH and now["position"] is None:
-            warn(f"without TrainEvalCallback the place in the data is not known: epoch {info['epoch']} is read anew")
+            distributed.warn(
+                f"without TrainEvalCallback the place in the data is not known: epoch {info['epoch']} is read anew"
+            )
         self._steps = self._saved_at = info["step"]
         self._tell(checkpoint, then["place"])
 
@@ -349,13 +351,13 @@ class CheckpointCallback(StepCounter):
             changes.append(first_few(lines, "; ", n=12))
         if changes and self.strict:
             raise CheckpointError(f"strict=True, and the run is not the one that was saved: {'; '.join(changes)}")
-        for line in changes if distributed.is_main() else ():
-            warn(f"not as in the checkpoint: {line}")
+        for line in changes:
+            distributed.warn(f"not as in the checkpoint: {line}")
         owns = {key: each.get("ranks", [{}])[0] for key, each in then["callbacks"].items()} | then["rank"]["callbacks"]
         of_users = {key: own for key, own in owns.items() if isinstance(own, dict)}
         lost = [f"{key}.{name}" for key, own in of_users.items() for name in own.get("lost", ())]
-        if lost and distributed.is_main():
-            warn(
+        if lost:
+            distributed.warn(
                 f"attributes of callbacks that cannot be saved begin anew: {first_few(lost)}; give the callback "
                 "state_dict and load_state_dict"
             )
@@ -506,8 +508,7 @@ class CheckpointCallback(StepCounter):
         bad = [name for name, where in masks.items() if bool((where & ~self._infinite.get(name, _NOWHERE)).any())]
         if distributed.reduce(int(bool(bad)), "max"):
             everywhere = dict.fromkeys(chain(*distributed.all_gather(bad)))  # each rank has its rows of shards
-            if distributed.is_main():
-                warn(f"no checkpoint is written: {first_few(everywhere)} are not finite; the last one stays")
+            distributed.warn(f"no checkpoint is written: {first_few(everywhere)} are not finite; the last one stays")
             return
         info = {
             "fit": learn.n_fits, "place": place, "step": self._steps, "time": time.time(),

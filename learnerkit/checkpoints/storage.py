@@ -422,8 +422,7 @@ class Storage:
         return None
 
     def _pass_over(self, problem: str) -> None:
-        if distributed.is_main():
-            warn(f"a checkpoint is passed over: {problem}")
+        distributed.warn(f"a checkpoint is passed over: {problem}")
 
     def _make_temporary(self, name: str) -> str:
         """Make, on rank 0, the directory in which all ranks will write; remove the files that killed runs have left."""
@@ -700,9 +699,10 @@ class _Content:
         """
         sizes = {name: tensor.nbytes for name, tensor in self._tensors.items()}
         of_model = [name for name in sizes if name.startswith("model.")]
+        size = sum(sizes[name] for name in of_model)
         is_divided = any(is_shard(self._tensors[name]) for name in of_model)
         shared = [name for name in sizes if name.startswith(("state.", "model.") if is_divided else "state.")]
-        loads = [0 if is_divided else sum(sizes[name] for name in of_model), *[0] * (n - 1)]
+        loads = [0 if is_divided else size, *[0] * (n - 1)]
         owners = {name: rank if name.startswith("own.") else 0 for name in sizes}
         # Large tensors go to the rank with the least load.
         for name in sorted(shared, key=lambda name: (-sizes[name], name)):
@@ -727,7 +727,7 @@ class _Content:
             pieces[_STATE] = [json.dumps(self._json).encode()]
             if is_divided:
                 weight_map = {name.removeprefix("model."): _model_part(owners[name], n) for name in of_model}
-                index = {"metadata": {"total_size": sum(sizes[name] for name in of_model)}, "weight_map": weight_map}
+                index = {"metadata": {"total_size": size}, "weight_map": weight_map}
                 pieces[_INDEX] = [json.dumps(index).encode()]
         return pieces
 

@@ -18,7 +18,7 @@ from learnerkit.data.order import data_states, has_index, has_state, keep_seeds,
 from learnerkit.data.rows import draw_seed
 from learnerkit.distributed import seeds
 from learnerkit.state import State
-from learnerkit.utils import replaced, warn
+from learnerkit.utils import replaced
 
 if TYPE_CHECKING:
     from learnerkit.data.position import Position
@@ -113,8 +113,8 @@ def _workers_seeded_apart(loader: Any, quiet: bool = True) -> Iterator[None]:
 
 def say_read_forward(dl: Any, batches: int) -> None:
     """Warn that a number of batches is read again, up to the present position."""
-    if batches and distributed.is_main():
-        warn(
+    if batches:
+        distributed.warn(
             f"{batches} batches of this epoch are read again and dropped, up to the place where training goes on: the "
             f"data cannot be begun at a place. To avoid it, give the {type(getattr(dl, 'dataset', dl)).__name__} (with "
             "num_workers=0) state_dict and load_state_dict, or, on one process and with sharded=True, its loader, as "

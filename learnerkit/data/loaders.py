@@ -34,7 +34,7 @@ from learnerkit.data.stream import (
 )
 from learnerkit.data.weights import count_classes, labels_of, sample_weights
 from learnerkit.text import did_you_mean, first_few
-from learnerkit.utils import check_keywords, suggests_keywords, warn
+from learnerkit.utils import check_keywords, suggests_keywords
 from learnerkit.values import describe
 
 _WITHOUT_WORKERS: dict[str, Any] = {"timeout": 0, "prefetch_factor": None, "multiprocessing_context": None}
@@ -620,9 +620,9 @@ class Unpacker:
 
     def _say(self, message: str) -> None:
         """Warn once for these loaders, even if the numbers in the message change."""
-        if distributed.is_main() and not self.dls._said:
+        if not self.dls._said:
             self.dls._said = True
-            warn(message)
+            distributed.warn(message)
 
 
 def _collate_inputs(collate: Callable[[list], Any], as_tuples: bool, items: list) -> Any:

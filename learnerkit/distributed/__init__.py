@@ -38,6 +38,7 @@ from learnerkit.distributed.facts import (
     local_rank,
     place,
     rank,
+    warn,
     warn_once,
     world_size,
 )
@@ -61,5 +62,5 @@ __all__ = [
     "default_device", "follow_rank0", "gather_pieces", "give_values", "group", "grouped_collectives", "hear",
     "is_joined", "is_main", "join", "local_rank", "mean_into", "meet", "no_collectives", "not_together",
     "noticing_standstills", "on_rank0", "place", "rank", "rank0_first", "reduce", "same_everywhere", "set_seed",
-    "spread_seeds", "store", "store_port", "tell", "warn_once", "world_size",
+    "spread_seeds", "store", "store_port", "tell", "warn", "warn_once", "world_size",
 ]  # fmt: skip

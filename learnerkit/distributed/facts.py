@@ -9,9 +9,9 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from learnerkit import utils
 from learnerkit.clusters import Place, find
 from learnerkit.endings import mark
-from learnerkit.utils import warn
 
 T = TypeVar("T")
 
@@ -80,6 +80,12 @@ def is_main() -> bool:
     return rank() == 0
 
 
+def warn(message: str) -> None:
+    """Warn on rank 0."""
+    if is_main():
+        utils.warn(message)
+
+
 _warned: set[str] = set()
 
 
@@ -92,7 +98,7 @@ def warn_once(message: str, on_all: bool = False) -> None:
     """
     if (on_all or is_main()) and message not in _warned:
         _warned.add(message)
-        warn(message)
+        utils.warn(message)
 
 
 def default_device() -> torch.device:

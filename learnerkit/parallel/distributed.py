@@ -31,7 +31,7 @@ from learnerkit.parallel.rank_step import COMM_HOOKS, RankStep
 from learnerkit.parallel.watch import followed
 from learnerkit.processes.event_file import facts_of_launch
 from learnerkit.text import did_you_mean
-from learnerkit.utils import listify, spanned_devices, warn
+from learnerkit.utils import listify, spanned_devices
 from learnerkit.values import describe, digests, map_batch, tensors_in
 
 if TYPE_CHECKING:
@@ -163,9 +163,9 @@ class DistributedCallback(Callback):
         self._averager: Averager | None = None  # the averager of a fit that trains
         self.ends = ExitStack()
 
-    def tell_once(self, message: str, by: Callable[[str], object] = warn) -> None:
+    def tell_once(self, message: str, by: Callable[[str], object] = distributed.warn) -> None:
         """Say something on rank 0, once for this callback; another callback may say the same."""
-        if distributed.is_main() and message not in self._told:
+        if message not in self._told:
             self._told.add(message)
             by(message)
 

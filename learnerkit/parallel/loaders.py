@@ -327,9 +327,9 @@ class RankStreamLoader(RankLoader):
     @collective
     def _tell(self, step: int, has_more: bool) -> None:
         left = distributed.all_gather(has_more)
-        if any(left) and distributed.is_main():
+        if any(left):
             over = [r for r, more in enumerate(left) if not more]
-            warn(
+            distributed.warn(
                 f"the data of {'rank' if len(over) == 1 else 'ranks'} {', '.join(map(str, over))} ended after step "
                 f"{step}, and all ranks stopped with it, although others had more; uneven='join' uses all of it"
             )
