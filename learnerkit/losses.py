@@ -346,16 +346,10 @@ class LossWeight:
                 "returns them as a dict, without a loss_func, and each weight is a function, a name, 'samples' or 'sum'"
                 " (errors.html#loss-weight)"
             )
-        self.parts = {name: LossWeight(None, weight) for name, weight in given.items()}
-        self.entries: set[str] = {entry for part in self.parts.values() for entry in part.entries}
-        if isinstance(loss_weight, str) and loss_weight not in ("sum", "samples"):
-            self.entries = {loss_weight}
-        self.counted: dict[str, tuple[Tensor, float | Tensor]] = {}
-        self.factors: dict[str, float | Tensor] = {}
-        # A loss of the user's may be made with it, and take the mean itself.
-        if loss_weight is None and loss_option(loss_func, "reduction") == "none" and is_of_torch(loss_func):
+        # A loss of the user's may be made with reduction='none', and take the mean itself.
+        reduction = loss_option(loss_func, "reduction") if loss_weight is None else None
+        if reduction == "none" and is_of_torch(loss_func):
             raise ValueError(f"{loss_func} has reduction='none', so the loss is not a scalar; use 'mean' or 'sum'")
-        self.sums: bool = loss_weight == "sum" or (loss_weight is None and loss_option(loss_func, "reduction") == "sum")
         self._given, self._is_own = loss_weight, loss_func is None
         self.loss_func = loss_func
         self.by_rows = by_rows
@@ -363,27 +357,36 @@ class LossWeight:
         self.asks = tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty)
         by_position = [p for p in parameters if p.kind in _BY_POSITION]
         self.alone = bool(by_position) and all(p.default is not p.empty for p in by_position[1:])
-        self._count: Callable | None = None
+        # What is counted: by the user's function, by entries of the output, by torch's loss, or by the model itself.
+        self.sums: bool = "sum" in (loss_weight, reduction)
         if callable(loss_weight):
             least, most = self._takes = _arguments_by_position(loss_weight)
             self._takes_pred = least > 0 and most == math.inf  # f(pred, *targets)
+        self.parts = {name: LossWeight(None, weight) for name, weight in given.items()}
+        self.entries: set[str] = {entry for part in self.parts.values() for entry in part.entries}
+        if isinstance(loss_weight, str) and loss_weight not in ("sum", "samples"):
+            self.entries = {loss_weight}
+        self._count: Callable | None = None
         if loss_weight is None and not self.sums and is_cross_entropy(loss_func):
-            ignored = loss_option(loss_func, "ignore_index", -100)  # the default of torch
-            self._count = partial(_count_classes, loss_option(loss_func, "weight"), ignored)
-            if not has_classes_in_dim_1(loss_func) and loss_option(loss_func, "weight") is not None:
+            weight = loss_option(loss_func, "weight")
+            self._count = partial(_count_classes, weight, loss_option(loss_func, "ignore_index", -100))  # as in torch
+            if not has_classes_in_dim_1(loss_func) and weight is not None:
                 distributed.warn_once(
                     f"{loss_name(loss_func)} has a forward of its own, and is taken for a mean over the weights of "
                     "classes, as torch's losses are. If it is one, say loss_weight=lambda y: weight[y].sum(); if it is "
                     "a mean over samples, say loss_weight='samples'"
                     " (errors.html#loss-weight)"
                 )
-        self.absent = self.gathers = False
         self.own: OwnLoss | None = None
         if loss_func is None and loss_weight is None:
             self.own = OwnLoss() if model is None else own_loss_of(model)
             self.own = replace(self.own, shifts=self.own.shifts and not aligned)
             self._count = self.own.count
+        # What is found out while batches are read
         self.told = self.own is None
+        self.absent = self.gathers = False
+        self.counted: dict[str, tuple[Tensor, float | Tensor]] = {}
+        self.factors: dict[str, float | Tensor] = {}
 
     def passed(self, yb: tuple) -> dict[str, Tensor]:
         """Return the keyword argument that gives a model with its own loss the number of items in the mean.
