@@ -189,6 +189,7 @@ class DistributedCallback(Callback):
                     distributed.give_values([*learn.model.parameters(), *learn.model.buffers()])
             else:
                 self._compare()
+                self._take_over()
                 # This rank takes part in all batches of the fit, including those that it leaves early.
                 step = RankStep(learn, agreement)
                 agreement.left_batch = LeftBatch(step)
@@ -200,22 +201,21 @@ class DistributedCallback(Callback):
 
     @collective
     def _compare(self) -> None:
-        """Refuse a fit that differs between ranks, and give all of them rank 0's optimizer state and sample order."""
+        """Refuse a fit that differs between ranks, and warn of other data."""
         learn = self.learn
+        train, valid = (None, None) if self.dataset_is_sharded else learn.dls.loaders[:2]
         facts = {
             "epochs": learn.n_epoch,
             "steps": learn.n_steps,
             "first epoch": learn.start_epoch,
-            "batches of training": None if self.dataset_is_sharded else loader_len(learn.dls.train),
-            "batches of validation": None if self.dataset_is_sharded else loader_len(learn.dls.valid),
+            "batches of training": loader_len(train),
+            "batches of validation": loader_len(valid),
             "learning rates": [float(g["lr"]) for opt in learn.opts for g in opt.param_groups],
             "parameters": sum(p.numel() for p in learn.model.parameters()),
             **_settings(learn.cbs),
         }
         place = socket.gethostname(), list(map(str, spanned_devices(learn.model)))
-        own = [
-            list(_content(getattr(dl, "dataset", dl))) for dl in learn.dls.loaders[:2] if not self.dataset_is_sharded
-        ]
+        own = [list(_content(getattr(dl, "dataset", dl))) for dl in (train, valid)]
         places, everyone, contents = zip(*distributed.all_gather((place, facts, own)), strict=True)
         check_devices(places)
         for name in dict.fromkeys(name for other in everyone for name in other):
@@ -232,10 +232,15 @@ class DistributedCallback(Callback):
                 "have samples that others train on: call set_seed before data are drawn or split at random, on every "
                 "rank alike (errors.html#rank-loader)"
             )
-        # Each rank has its own state of shards.
-        states = [opt.state_dict() for opt in learn.opts if learn.shards is None]
+
+    @collective
+    def _take_over(self) -> None:
+        """Take over rank 0's optimizer state and sample order."""
+        learn = self.learn
+        opts = learn.opts if learn.shards is None else []  # Each rank has its own state of shards.
+        states = [opt.state_dict() for opt in opts]
         if not distributed.same_everywhere((map_batch(describe, states), digests(tensors_in(states)))):
-            for opt, state in zip(learn.opts if states else (), distributed.broadcast(on_host(states)), strict=True):
+            for opt, state in zip(opts, distributed.broadcast(on_host(states)), strict=True):
                 optim.load_state(opt, state)
         if (position := learn._position) is not None:
             position.order = distributed.broadcast(position.order)
