@@ -636,14 +636,19 @@ def read(file: AnyPath | BinaryIO, device: Any, name: str = "") -> Saved:
     if isinstance(file, StorePath):
         with file.copied() as copy:
             return read(copy, device, str(file))
-    if not name:
-        name = str(file) if isinstance(file, Path) else getattr(file, "name", None) or f"the {type(file).__name__}"
-    if isinstance(file, Path) and not file.is_file():
-        there = sorted(p.name for p in file.parent.glob("*") if p.suffix in (".pth", SAFETENSORS))
-        name = printable(str(file), 1000)
-        raise FileNotFoundError(f"there is no file {name}; saved there: {first_few(there, n=20) or 'nothing'}")
-    if not isinstance(file, Path) and getattr(file, "seekable", bool)() and _is_at_end(file):
-        raise ValueError(f"{name} stands at its end, and an open file is read from where it stands: call file.seek(0)")
+    if isinstance(file, Path):
+        name = name or str(file)
+        if not file.is_file():
+            there = sorted(p.name for p in file.parent.glob("*") if p.suffix in (".pth", SAFETENSORS))
+            raise FileNotFoundError(
+                f"there is no file {printable(str(file), 1000)}; saved there: {first_few(there, n=20) or 'nothing'}"
+            )
+    else:
+        name = name or getattr(file, "name", None) or f"the {type(file).__name__}"
+        if getattr(file, "seekable", bool)() and _is_at_end(file):
+            raise ValueError(
+                f"{name} stands at its end, and an open file is read from where it stands: call file.seek(0)"
+            )
     try:
         if isinstance(file, Path) and file.suffix == SAFETENSORS:
             tensors = read_tensors(file)
