@@ -168,9 +168,13 @@ class ImageData:
             if (gaps := df[column].isna()).any():
                 where = first_few(df.index[gaps])
                 raise ValueError(f"the column {column!r} names no file in the rows {where}; take them out: df.dropna()")
+        if isinstance(valid, str):
+            if not (flags := set(df[valid].tolist())) <= {True, False}:
+                raise ValueError(
+                    f"the column {valid!r} has {first_few(map(repr, flags))}; it is true or false in each row"
+                )
+            valid = list(map(bool, df[valid]))
         rows = list(df[[*label]].itertuples(index=False, name=None) if several else df[label])
-        if isinstance(valid, str) and not (flags := set(df[valid].tolist())) <= {True, False}:
-            raise ValueError(f"the column {valid!r} has {first_few(map(repr, flags))}; it is true or false in each row")
         if kind == "classes" and several:
             if wrong := {x for row in rows for x in row} - {0, 1}:
                 raise ValueError(
@@ -182,23 +186,12 @@ class ImageData:
         elif kind == "boxes" and several:
             if len(label) != 5:
                 raise ValueError(f"got {len(label)} columns of boxes; they are five: x0, y0, x1, y1 and the label")
-            targets: dict[Any, dict[str, list]] = {item: {"boxes": [], "labels": []} for item in df[image]}
-            for item, row, is_box in zip(df[image], rows, df[[*label]].notna().any(axis=1), strict=True):
-                if is_box:
-                    targets[item]["boxes"].append(row[:4])
-                    # A gap makes floats of a column of whole numbers.
-                    is_number = isinstance(row[4], float) and row[4].is_integer()
-                    targets[item]["labels"].append(int(row[4]) if is_number else row[4])
-            rows = list(targets.values())
-            flags = df[valid].tolist() if isinstance(valid, str) else valid
-            is_mask = np.shape(flags) == (len(df),) and {*map(type, flags)} <= {bool, np.bool_}
-            if isinstance(valid, str) or is_mask:
-                valid = _by_picture(df[image], flags)
+            rows = _boxes_by_picture(df[image], rows, df[[*label]].notna().any(axis=1))
+            if np.shape(valid) == (len(df),) and {*map(type, valid)} <= {bool, np.bool_}:  # a mask of the rows
+                valid = _by_picture(df[image], valid)
             df = df.drop_duplicates(image)
         elif kind == "masks":
             rows = [Path(path, row) for row in rows]
-        if isinstance(valid, str):
-            valid = list(map(bool, df[valid]))
         return cls.from_items([Path(path, item) for item in df[image]], rows, valid, **reading)
 
     @classmethod
@@ -422,6 +415,18 @@ def _check_names(labels: Iterable) -> None:
         raise ValueError(f"got the labels {first_few(sorted(wrong))}; labels are text or whole numbers")
     if len({isinstance(label, str) for label in labels}) > 1:
         raise ValueError("got labels of text and of numbers; all of them are text, or all are whole numbers")
+
+
+def _boxes_by_picture(pictures: Iterable, rows: Iterable[tuple], are_boxes: Iterable) -> list[dict[str, list]]:
+    """Return the boxes and labels of each picture, of rows that name their picture and have one box or none."""
+    targets: dict[Any, dict[str, list]] = {item: {"boxes": [], "labels": []} for item in pictures}
+    for item, (*box, label), is_box in zip(pictures, rows, are_boxes, strict=True):
+        if is_box:
+            targets[item]["boxes"].append(box)
+            # A gap makes floats of a column of whole numbers.
+            is_number = isinstance(label, float) and label.is_integer()
+            targets[item]["labels"].append(int(label) if is_number else label)
+    return list(targets.values())
 
 
 def _by_picture(rows: Iterable, flags: Iterable) -> list[bool]:
