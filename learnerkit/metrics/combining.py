@@ -78,10 +78,10 @@ def combine_states(holders: list[Holder], places: dict[tuple[int, str], list], h
     """
     states = [h.read() for h in holders]
     devices = [h.device() for h in holders]
-    lists = {key: states[key[0]].pop(key[1]) for key in _list_states(holders)}
+    lists = {(i, name): states[i].pop(name) for i, name in _list_states(holders)}
     counts = [libraries.update_count(h.object) if libraries.is_torchmetrics(h.object) else 0 for h in holders]
     own = on_host(states), counts
-    others = [rank for rank in distributed.all_gather(own if has_seen else None) if rank is not None]
+    ranks = [rank for rank in distributed.all_gather(own if has_seen else None) if rank is not None]
     mine = (
         ((key, *place), item)
         for key, found in lists.items()
@@ -90,23 +90,23 @@ def combine_states(holders: list[Holder], places: dict[tuple[int, str], list], h
     items = gather_nested(mine) or []
     for i, holder in enumerate(holders):
         for name, (default, how) in holder.states.items():
-            if how == "same":
-                if not all(same(rank[i][name], on_host(default)) for rank, _ in others):
-                    raise ValueError(
-                        f"the state {name!r} of {type(holder.object).__name__} is a mean, and ranks with means of "
-                        "other samples cannot combine them: declare a sum and a count, or take an AccumMetric"
-                        " (errors.html#metric-ranks)"
-                    )
-                continue
             if how == "cat":
-                value: Any = moved([item for (key, *_), item in items if key == (i, name)], devices[i])
-            else:
-                value = _combined([rank[i][name] for rank, _ in others], default, str(how))
+                found = [item for (key, *_), item in items if key == (i, name)]
+                setattr(holder.object, name, moved(found, devices[i]))
+                continue
+            values = [of_rank[i][name] for of_rank, _ in ranks]
+            if how != "same":
                 present = getattr(holder.object, name)
-                value = moved(value, present.device if isinstance(present, Tensor) else torch.device("cpu"))
-            setattr(holder.object, name, value)
+                device = present.device if isinstance(present, Tensor) else torch.device("cpu")
+                setattr(holder.object, name, moved(_combined(values, default, str(how)), device))
+            elif not all(same(value, on_host(default)) for value in values):
+                raise ValueError(
+                    f"the state {name!r} of {type(holder.object).__name__} is a mean, and ranks with means of "
+                    "other samples cannot combine them: declare a sum and a count, or take an AccumMetric"
+                    " (errors.html#metric-ranks)"
+                )
         if libraries.is_torchmetrics(holder.object):
-            libraries.note_new_states(holder.object, sum(seen[i] for _, seen in others))
+            libraries.note_new_states(holder.object, sum(seen[i] for _, seen in ranks))
 
 
 def _list_states(holders: list[Holder]) -> list[tuple[int, str]]:
