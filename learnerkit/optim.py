@@ -208,12 +208,12 @@ def make_optimizer(opt_func: Callable[..., Any], groups: list[dict], lr: float, 
 def _made(opt_func: Callable, groups: list[dict], lr: float, model: nn.Module) -> Any:
     kind, options = unbound(opt_func)
     is_torchs = isinstance(kind, type) and kind.__module__.startswith("torch.optim")
-    is_sparse = any(getattr(module, "sparse", None) is True for module in model.modules())
-    is_real = all(p.is_floating_point() for p in model.parameters())
+    has_kernel = is_torchs and "fused" in signature(kind).parameters
+    if has_kernel and any(is_shard(p) for group in groups for p in group["params"]):
+        has_kernel = issubclass(kind, Adam)  # the only one of DTensor
     is_free = not options.keys() & {"fused", "foreach", "capturable", "differentiable", "dampening"}
-    if is_torchs and any(is_shard(p) for group in groups for p in group["params"]):
-        is_free = is_free and issubclass(kind, Adam)  # DTensor has no other fused kernel
-    if is_torchs and is_real and is_free and not is_sparse and "fused" in signature(kind).parameters:
+    is_sparse = any(getattr(module, "sparse", None) is True for module in model.modules())
+    if has_kernel and is_free and not is_sparse and all(p.is_floating_point() for p in model.parameters()):
         try:
             made = opt_func([dict(group) for group in groups], lr=lr, fused=True)
             if isinstance(made, SGD):
@@ -862,9 +862,12 @@ def load_state(made: Optimizer | Optimizers, saved: dict, same_types: bool = Tru
         for name, opt in opts.items():
             opt.param_groups = groups[name]
             # The options of computation, and the base rates, are taken from the script, not from the file.
-            kept = [{k: v for k, v in own.items() if k in _SCRIPTS} | {BASE: _unscaled(own)} for own in groups[name]]
-            free = [{k: v for k, v in group.items() if k not in _SCRIPTS} for group in states[name]["param_groups"]]
-            theirs = [group | own for group, own in zip(free, kept, strict=True)]
+            theirs = [
+                {k: v for k, v in group.items() if k not in _SCRIPTS}
+                | {k: v for k, v in own.items() if k in _SCRIPTS}
+                | {BASE: _unscaled(own)}
+                for group, own in zip(states[name]["param_groups"], groups[name], strict=True)
+            ]
             with torch.no_grad():
                 opt.load_state_dict(states[name] | {"param_groups": theirs})
             if type(opt).load_state_dict is Optimizer.load_state_dict:
@@ -921,19 +924,8 @@ def _check_state(saved: dict, opt: Optimizer, groups: list[dict]) -> None:
     # Other optimizers may keep more, under names.
     if not all(isinstance(key, str) and _torchs_kind(opt) is None for key in strays):
         raise ValueError(f"its optimizer has a state of parameters that it does not number: {first_few(strays)}")
-    # Flags, and options that torch chooses, have come with its versions, and get a default.
-    needs = [name for name, value in opt.defaults.items() if not (value is None or isinstance(value, bool))]
-    kind = type(opt).__name__
     for i, (group, theirs) in enumerate(zip(groups, saved["param_groups"], strict=True)):
-        if lacks := [name for name in needs if name not in theirs]:
-            raise ValueError(
-                f"group {i} of its optimizer has no {first_few(lacks)}, which {kind} needs: it is another's"
-            )
-        for name, value in theirs.items():
-            is_free = name in _PLAIN and value is None  # torch chooses the option then
-            if name in group and name != "params" and not is_free and not _is_like(value, group[name]):
-                shown = printable(repr(value))
-                raise ValueError(f"group {i} of its optimizer has {name}={shown}, the learner's {group[name]!r}")
+        _check_options(opt, f"group {i} of its optimizer", group, theirs)
         made = _state_made(opt, group)
         for p, number in zip(group["params"], theirs["params"], strict=True):
             for name, value in saved["state"].get(number, {}).items():
@@ -941,8 +933,20 @@ def _check_state(saved: dict, opt: Optimizer, groups: list[dict]) -> None:
                 if not _is_kept(value, expected) and not (value is None and isinstance(opt, SGD)):
                     raise ValueError(
                         f"its optimizer keeps as {printable(repr(name))} for parameter {number} "
-                        f"{_described(value)}, and {kind} keeps {_described(expected)}"
+                        f"{_described(value)}, and {type(opt).__name__} keeps {_described(expected)}"
                     )
+
+
+def _check_options(opt: Optimizer, where: str, own: dict, saved: dict) -> None:
+    """Refuse the options of a saved group that do not fit the optimizer's own group."""
+    # Flags, and options that torch chooses, have come with its versions, and get a default.
+    needs = [name for name, value in opt.defaults.items() if not (value is None or isinstance(value, bool))]
+    if lacks := [name for name in needs if name not in saved]:
+        raise ValueError(f"{where} has no {first_few(lacks)}, which {type(opt).__name__} needs: it is another's")
+    for name, value in saved.items():
+        is_free = name in _PLAIN and value is None  # torch chooses the option then
+        if name in own and name != "params" and not is_free and not _is_like(value, own[name]):
+            raise ValueError(f"{where} has {name}={printable(repr(value))}, the learner's {own[name]!r}")
 
 
 def _is_like(value: Any, own: Any) -> bool:
