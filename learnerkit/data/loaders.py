@@ -286,9 +286,9 @@ class DataLoaders:
             ValueError: while the loader is read, if the `collate_fn` of the original loader needs targets.
         """
         is_pandas = hasattr(items, "iloc")
-        if not isinstance(items, IterableDataset) and (
-            isinstance(items, Mapping | str) or not hasattr(items, "__getitem__") or (is_pandas and items.ndim > 1)
-        ):
+        no_sequence = isinstance(items, Mapping | str) or not hasattr(items, "__getitem__")
+        is_frame = is_pandas and items.ndim > 1
+        if (no_sequence or is_frame) and not isinstance(items, IterableDataset):
             raise TypeError(
                 f"got items of the type {type(items).__name__}; test_dl takes a dataset, or a sequence of inputs such "
                 "as a list (learn.predict takes one input)"

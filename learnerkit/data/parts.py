@@ -50,19 +50,19 @@ def held_out(valid: Any, groups: Any, seed: int) -> np.ndarray:
     """
     groups = np.asarray(groups)
     n = len(groups)
-    mask = np.zeros(n, bool)
+    mask, rows = np.zeros(n, bool), _array([] if valid is None else valid)
+    is_mask = rows.dtype == bool and rows.shape == (n,)
+    are_places = rows.dtype.kind in "iu" and rows.ndim == 1 and len(rows) and -1 < min(rows) <= max(rows) < n
     if isinstance(valid, float) and 0 < valid < 1:
         order = torch.randperm(n, generator=torch.Generator().manual_seed(seed)).numpy()
         for group in np.unique(groups):
             rows = order[groups[order] == group]
             mask[rows[: min(round(len(rows) * valid), len(rows) - 1)]] = True
-    elif (rows := _array([] if valid is None else valid)).dtype == bool and rows.shape == (n,):
+    elif is_mask:
         mask = rows
-    elif valid is None or (
-        rows.dtype.kind in "iu" and rows.ndim == 1 and len(rows) and -1 < min(rows) <= max(rows) < n
-    ):
-        mask[rows.astype(int)] = True
-    else:
+    elif are_places:
+        mask[rows] = True
+    elif valid is not None:
         raise ValueError(
             f"got valid={_told(valid)}; it is a share between 0 and 1, a mask of the {n:,} rows, a list of row numbers "
             "from 0 to the last, or None"

@@ -259,12 +259,13 @@ def _picture(x: Any) -> Tensor | None:
     if not isinstance(x, Tensor | np.ndarray) or x.ndim not in (2, 3):
         return None
     x = x.detach().cpu() if isinstance(x, Tensor) else torch.from_numpy(np.array(x))  # the array may be read-only
-    if x.ndim == 3 and x.shape[0] in (3, 4):
-        x = x.movedim(0, -1)
-    elif x.ndim == 3 and x.shape[-1] == 1:
-        x = x[..., 0]
-    elif x.ndim == 3 and (x.shape[-1] not in (3, 4) or x.shape[0] == 1):
-        x = x[0]
+    if x.ndim == 3:
+        if x.shape[0] in (3, 4):
+            x = x.movedim(0, -1)
+        elif x.shape[-1] == 1:
+            x = x[..., 0]
+        elif x.shape[-1] not in (3, 4) or x.shape[0] == 1:
+            x = x[0]
     return x.float() / 255 if x.dtype == torch.uint8 else x.float().nan_to_num(0.0, 0.0, 0.0)
 
 

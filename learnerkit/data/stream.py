@@ -187,8 +187,8 @@ def distribute(
     batches, drawn = iter(batches), 0
     while group := list(islice(batches, ranks if n is None or drawn >= n else min(ranks, n - drawn))):
         drawn += len(group)
-        last = drawn == n or len(group) < ranks
-        if not spread or (len(group) == ranks and not (last and join and len({len(batch) for batch in group}) > 1)):
+        is_uneven = len(group) < ranks or (join and drawn == n and len(set(map(len, group))) > 1)
+        if not is_uneven or not spread:
             yield group + [[]] * (ranks - len(group))
         elif join:
             tensors = all(isinstance(batch, Tensor) for batch in group)
