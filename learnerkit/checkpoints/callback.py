@@ -333,16 +333,16 @@ class CheckpointCallback(StepCounter):
                 else:
                     what = "schedules, which go by the share of training done, are those of the new length"
                 learn.say(f"{name} was {printable(repr(was))} and is {wanted}: {what}")
-        changes = state.callback_changes(then["order"], [key for key, _ in keys(learn.cbs)])
-        changes = [f"callbacks: {line}" for line in changes]
+        order = [key for key, _ in keys(learn.cbs)]
+        changes = [f"callbacks: {line}" for line in state.callback_changes(then["order"], order)]
         if is_same := before["optimizer"] == now["optimizer"]:
             # A schedule sets its hyper-parameters at each step; its values are compared as arguments of a callback.
             scheduled = {name for cb in learn.cbs for name in getattr(cb, "scheds", ())}
             saved, new = (
-                {"groups": [{k: v for k, v in group.items() if k not in scheduled} for group in config.pop("groups")]}
+                [{k: v for k, v in group.items() if k not in scheduled} for group in config.pop("groups")]
                 for config in (before, now)
             )
-            if kept := state.differences(saved, new):
+            if kept := state.differences(saved, new, "groups"):
                 changes.append(
                     "the optimizer keeps its saved options, and a callback may set others in before_train: "
                     + first_few(kept, "; ", n=12)
@@ -353,10 +353,7 @@ class CheckpointCallback(StepCounter):
             raise CheckpointError(f"strict=True, and the run is not the one that was saved: {'; '.join(changes)}")
         for line in changes:
             distributed.warn(f"not as in the checkpoint: {line}")
-        owns = {key: each.get("ranks", [{}])[0] for key, each in then["callbacks"].items()} | then["rank"]["callbacks"]
-        of_users = {key: own for key, own in owns.items() if isinstance(own, dict)}
-        lost = [f"{key}.{name}" for key, own in of_users.items() for name in own.get("lost", ())]
-        if lost:
+        if lost := _lost(then):
             distributed.warn(
                 f"attributes of callbacks that cannot be saved begin anew: {first_few(lost)}; give the callback "
                 "state_dict and load_state_dict"
@@ -613,6 +610,13 @@ class CheckpointCallback(StepCounter):
         return recorded[number] if number < len(recorded) else None
 
 
+def _lost(state: State) -> list[str]:
+    """Return the names of the users' attributes that could not be saved, of this rank, or else of the first one."""
+    owns = {key: each.get("ranks", [{}])[0] for key, each in state["callbacks"].items()} | state["rank"]["callbacks"]
+    own_parts = {key: own for key, own in owns.items() if isinstance(own, dict)}
+    return [f"{key}.{name}" for key, own in own_parts.items() for name in own.get("lost", ())]
+
+
 def _read_state(saved: Checkpoint, learn: Any, now: State) -> State:
     """Read a state as `run_state.state_dict` returned it; every rank reads the common part and its own part.
 
@@ -631,7 +635,8 @@ def _read_state(saved: Checkpoint, learn: Any, now: State) -> State:
     def of_ours(states: State) -> State:
         return {key: value for key, value in states.items() if key in ours}
 
-    more = {
+    # Of these, other types may have been saved.
+    others = {
         "counters": now["counters"] | {"n_epoch": None, "n_steps": None},
         "opt": {},
         "config": {"fit": {}, "optimizer": [""], "groups": [{}] * 99},  # Of lists as much as both have is compared.
@@ -639,7 +644,7 @@ def _read_state(saved: Checkpoint, learn: Any, now: State) -> State:
         "position": None,
         "loaders": None,  # The validation loader may be another one.
     }
-    check_types(then, now | more | {"callbacks": of_ours(now["callbacks"])}, file)
+    check_types(then, now | others | {"callbacks": of_ours(now["callbacks"])}, file)
     if now["position"] is not None and "TrainEvalCallback" in then["order"]:
         given = then["position"]
         reads = not isinstance(given, dict) or given.get("samplers") is not None  # otherwise no epoch has read data
@@ -651,7 +656,7 @@ def _read_state(saved: Checkpoint, learn: Any, now: State) -> State:
         if saved.n_ranks != distributed.world_size():
             owns = [saved.own(each) or {} for each in range(saved.n_ranks)]
             ranks = [each["callbacks"] for each in owns]
-            for key in (key for each in ranks for key in each):
+            for key in chain(*ranks):
                 then["callbacks"].setdefault(key, {})["ranks"] = [each[key] for each in ranks if key in each]
             mine = (mine or {"seed": owns[0]["seed"]}) | {"callbacks": {}}
         # It starts from the steps of this fit.
