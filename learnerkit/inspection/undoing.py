@@ -84,7 +84,7 @@ def unchanged(learn: "Learner", but: Collection[Callback] = ()) -> Iterator[None
             learn.shards.restore(gather=False)
             learn.shards = shards
 
-    with ExitStack() as stack:
+    with ExitStack() as stack:  # What is registered last is restored first.
         samplers = [sampler for dl in loaders for sampler in samplers_of(dl) if not has_state(sampler)]
         for part in (*map(source_of, loaders), *samplers):
             # This runs after the part's state is restored: from a state at its end, some would not begin again.
