@@ -51,8 +51,7 @@ class Averager:
         # only DDP itself can serve.
         self._own = own = next((seam for seam in ("_backward", "_step") if overrides(self.learn, seam)), "")
         is_static = cb.ddp_kwargs.get("static_graph")
-        engine = "static_graph" if is_static else ""
-        self._engine = engine = "comm_hook" if cb.comm_hook else engine
+        self._engine = engine = "comm_hook" if cb.comm_hook else "static_graph" if is_static else ""
         cb.ends.callback(step.take_parameters, {}, watches=False)
         if any(other.name == "gradient_accumulation" and other.run for other in self.learn.cbs):
             if own == "_backward":
