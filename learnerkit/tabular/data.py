@@ -26,7 +26,7 @@ from learnerkit.text import first_few
 from learnerkit.utils import listify
 
 if TYPE_CHECKING:
-    from pandas import DataFrame
+    from pandas import DataFrame, Series
 
 Rows = Any
 """A frame; or one row as a mapping or a Series, or a list of those."""
@@ -111,19 +111,7 @@ class TabularData:
         named = [*(cats or ()), *(conts or ()), *(dates := listify(dates))]
         _check_columns(frame, [y, *named])
         target = frame[y]
-        if target.dtype.kind in "mM":
-            raise ValueError(
-                f"column {y!r}, which is to be predicted, holds dates or durations; make it one of numbers, such as "
-                "days, or of classes by astype('category')"
-            )
-        holds_numbers = look(target, target).role == "conts"
-        if holds_numbers and holds_text(target):
-            raise ValueError(
-                f"column {y!r}, which is to be predicted, holds numbers as text "
-                f"({no_numbers(target) or 'all of it'}); make it one of numbers (pandas.to_numeric), or of classes "
-                "by astype('category')"
-            )
-        kind = Numbers if holds_numbers or target.dtype.kind in "fc" else Categories
+        kind = _kind_of_target(target, y)
         if hasattr(valid, "columns"):
             train, rest = frame, _as_frame(valid)
         else:
@@ -141,10 +129,10 @@ class TabularData:
             value = learned.decode(len(learned.values))
             raise ValueError(f"all rows to train on have {y!r} = {value!r}; there is nothing to learn")
         dated = [Dates.of(train[name]) for name in dates]
-        parts = _parts_that_differ(dated, train)
+        more_cats, more_conts = _parts_that_differ(dated, train)
         data = cls(
-            [*(Categories.of(train[name]) for name in cats), *parts[0]],
-            [*(Numbers.of(train[name]) for name in conts), *parts[1]],
+            [*(Categories.of(train[name]) for name in cats), *more_cats],
+            [*(Numbers.of(train[name]) for name in conts), *more_conts],
             learned,
             dates=dated,
         )
@@ -152,8 +140,10 @@ class TabularData:
         left = {name: seen for name, seen in roles.items() if name not in (*cats, *conts)}
         told |= {name: seen.told for name, seen in roles.items() if name not in left}
         if distributed.is_main():
-            lines = [str(data), _said("left out", _reasons(left), "; ")] if decides else []
-            for line in (*lines, *_to_look_at(told)):
+            if decides:
+                print(data)
+                print(_said("left out", _reasons(left), "; "))
+            for line in _to_look_at(told):
                 print(line)
         return data
 
@@ -330,6 +320,23 @@ def _parts_that_differ(dates: Sequence[Dates], train: "DataFrame") -> tuple[list
     return cats, conts
 
 
+def _kind_of_target(column: "Series", name: Any) -> type[Categories | Numbers]:
+    """Tell of which kind the column to be predicted is; refuse dates, and numbers as text."""
+    if column.dtype.kind in "mM":
+        raise ValueError(
+            f"column {name!r}, which is to be predicted, holds dates or durations; make it one of numbers, such as "
+            "days, or of classes by astype('category')"
+        )
+    holds_numbers = look(column, column).role == "conts"
+    if holds_numbers and holds_text(column):
+        raise ValueError(
+            f"column {name!r}, which is to be predicted, holds numbers as text "
+            f"({no_numbers(column) or 'all of it'}); make it one of numbers (pandas.to_numeric), or of classes "
+            "by astype('category')"
+        )
+    return Numbers if holds_numbers or column.dtype.kind in "fc" else Categories
+
+
 def _said(what: str, names: Iterable[str], joint: str = ", ") -> str:
     text = first_few(names, joint, n=40) or "none"
     return textwrap.fill(text, 100, initial_indent=f"  {what:<12}", subsequent_indent=" " * 14)
@@ -341,9 +348,9 @@ def _reasons(left: Mapping[Any, Seen]) -> list[str]:
     return [f"{first_few(names, n=20)} ({why})" for why, names in columns.items()]
 
 
-def _to_look_at(told: Mapping[Any, str], n: int = 10) -> list[str]:
+def _to_look_at(told: Mapping[Any, str]) -> list[str]:
     lines = [_said("look at", [f"{name}: {text}"]) for name, text in told.items() if text]
-    return lines[:n] + ([_said("look at", [f"{len(lines) - n} more columns"])] if len(lines) > n else [])
+    return lines[:10] + ([_said("look at", [f"{len(lines) - 10} more columns"])] if len(lines) > 10 else [])
 
 
 def _stack(columns: list[np.ndarray], n: int, dtype: Any) -> Tensor:
@@ -360,8 +367,7 @@ def _as_frame(rows: Rows) -> "DataFrame":
         raise TypeError(f"got {str(rows)!r}; read the file first: pandas.read_csv({str(rows)!r})")
     if isinstance(rows, pd.DataFrame):
         names = zip(rows.columns.tolist(), rows.columns.duplicated(keep=False), strict=True)
-        wrong = [name for name, is_double in names if is_double or not isinstance(name, str | int)]
-        if wrong:
+        if wrong := [name for name, is_double in names if is_double or not isinstance(name, str | int)]:
             raise ValueError(
                 f"the frame has columns {first_few(map(repr, wrong))}; each needs a name of its own, text or a number"
             )
