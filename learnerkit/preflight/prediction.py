@@ -122,11 +122,11 @@ def predict_memory(
         try:
             with distributed.alone(), trial(learn) as (one, like):
                 others = (4 * n, 8 * n) if trial is fake_steps else (n // 2 if n > 3 else 2 * n,)
-                device = learn.dls.device
-                reads = trial is real_steps and device.type == "cuda"
-                live: Any = AllocatedBytes(device) if reads else LiveBytes()
-                mine = *held_tensors(one.model, one.loss_func), *state_tensors(one.opts)
-                beside = reads and live.now - n_bytes(mine)  # the bytes of others
+                live: Any = LiveBytes()
+                beside = 0  # the bytes of others
+                if trial is real_steps and learn.dls.device.type == "cuda":
+                    live = AllocatedBytes(learn.dls.device)
+                    beside = live.now - n_bytes((*held_tensors(one.model, one.loss_func), *state_tensors(one.opts)))
                 prediction = _measured(one, map_batch(like, seen), n, every, others, live)
                 return prediction.with_more(prediction.gradients * several - beside)  # DDP has copies of gradients
         except Exception as error:  # User code may need values, or another batch size.
@@ -262,11 +262,15 @@ def _measured(
             one.batch = one.pred = one.output = one.loss = one.loss_grad = None
             one.xb = one.yb = ()
     # Each part of the step has lines of its own: in one that is the highest for few samples, others hide.
-    pairs = list(pairwise(sorted(peaks.items())))
-    lines = sorted((_line(a, b, part) for a, b in pairs for part in range(3)), key=lambda line: line[1])
+    lines = list[tuple[float, float]]()
+    for (few, lows), (many, highs) in pairwise(sorted(peaks.items())):
+        for low, high in zip(lows, highs, strict=True):
+            slope = (high - low) / (many - few)
+            lines.append((low - slope * few, slope))
+    lines.sort(key=lambda line: line[1])
     base, per_sample = lines[-1]
-    peak = max(peaks[n])
-    return Prediction(n_bytes(model.parameters()), gradients, optimizer, per_sample, base, peak, n, tuple(lines))
+    parameters = n_bytes(model.parameters())
+    return Prediction(parameters, gradients, optimizer, per_sample, base, max(peaks[n]), n, tuple(lines))
 
 
 def _peaks_of_passes(one: "Learner", seen: Seen, size: int, mode: str | None, live: Any) -> tuple[int, int]:
@@ -283,12 +287,6 @@ def _peaks_of_passes(one: "Learner", seen: Seen, size: int, mode: str | None, li
     live.peak = live.now
     one._backward()
     return forward, live.peak
-
-
-def _line(low: tuple[int, tuple[int, ...]], high: tuple[int, tuple[int, ...]], part: int) -> tuple[float, float]:
-    """Return the line through two points of a part of the step, as (value at 0, slope)."""
-    slope = (high[1][part] - low[1][part]) / (high[0] - low[0])
-    return low[1][part] - slope * low[0], slope
 
 
 def n_bytes(tensors: Iterable[Tensor]) -> int:

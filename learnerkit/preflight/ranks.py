@@ -183,15 +183,8 @@ def _run(
         torch.set_default_dtype(dtype)
     for t, value in tensors:
         t.data, t.grad = cast(value.clone()), None  # a clone, as the parent's may be in shared memory
-    learn.dls._device = torch.device("cpu")
-    for i, dl in enumerate(learn.dls.loaders):
-        if isinstance(dl, DataLoader):  # The copy keeps the parent's workers from ending.
-            learn.dls.loaders[i] = with_batches(dl, pin_memory=False, copied_from=(dl, learn.dls._twins))
+    _keep_apart(learn, folder / ("ranks" if join else "one"))
     few = learn.dls.loaders[1] = _first_batches(learn.dls.train if learn.dls.valid is None else learn.dls.valid, steps)
-    learn.path, learn.logger = folder / ("ranks" if join else "one"), lambda row: None
-    learn.say = lambda text: None  # type: ignore[method-assign]
-    learn.path.mkdir(exist_ok=True)
-    learn.remove_cbs([ProgressCallback, DataParallelCallback, DistributedCallback, CheckpointCallback])
     notes, left_out = _Notes(steps), _make_deterministic(learn.model)
 
     def prepare(cb: Callback) -> None:
@@ -225,6 +218,18 @@ def _run(
         "predictions": {f"output {i}": t for i, t in enumerate(outputs)},
         "left_out": left_out,
     }
+
+
+def _keep_apart(learn: "Learner", path: Path) -> None:
+    """Keep a copy of a learner from the device, the workers, the files and the terminal of its parent."""
+    learn.dls._device = torch.device("cpu")
+    for i, dl in enumerate(learn.dls.loaders):
+        if isinstance(dl, DataLoader):  # The copy keeps the parent's workers from ending.
+            learn.dls.loaders[i] = with_batches(dl, pin_memory=False, copied_from=(dl, learn.dls._twins))
+    learn.path, learn.logger = path, lambda row: None
+    learn.say = lambda text: None  # type: ignore[method-assign]
+    learn.path.mkdir(exist_ok=True)
+    learn.remove_cbs([ProgressCallback, DataParallelCallback, DistributedCallback, CheckpointCallback])
 
 
 def _first_batches(dl: Any, n: int) -> Any:
@@ -305,12 +310,12 @@ class _Notes(Callback):
         names = (self.drawn[learn.iter] if self.drawn else list(map(str, data))) if size else []
         if len(data) != len(names):  # A collate_fn may pack samples.
             data = [[]] * len(names)
-        loss = learn.loss if size else None
+        has_loss = size and learn.loss is not None
         step = {
             "samples": list(zip(names, data, strict=True)),
             "shapes": [list(t.shape[1:]) for t in columns],
-            "loss": 0.0 if loss is None else float(loss),
-            "count": 0.0 if loss is None else float(learn.loss_count),
+            "loss": float(learn.loss) if has_loss else 0.0,
+            "count": float(learn.loss_count) if has_loss else 0.0,
             "state": run_state.state_table(learn),
         }
         self.steps.append(step)

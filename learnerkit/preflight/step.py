@@ -131,7 +131,7 @@ class StepCheck(Callback):
     reads_predictions = True  # DataParallelCallback gathers them in training, too.
 
     @not_collective("it only hands on what every rank calls after a backward pass")
-    def __init__(self, memory: str | int | None = None) -> None:
+    def __init__(self, memory: str | int | None) -> None:
         self._memory = memory
         self.found: dict[str, list[Finding]] = defaultdict(list)
         self.stage = "inputs"
@@ -357,7 +357,7 @@ def judge_prediction(loss_func: Any, pred: Any) -> list[Finding]:
     return [Finding(OK, _all_about(tensors) or describe(pred))]
 
 
-def judge_loss(loss_func: Any, pred: Any, loss: Tensor, doubt: str = "") -> list[Finding]:
+def judge_loss(loss_func: Any, pred: Any, loss: Tensor, doubt: str) -> list[Finding]:
     """Judge the loss before any training, where guessing among n classes gives log(n).
 
     `doubt` says what is wrong with the count of a model's own loss, or not known of it, if anything.
@@ -436,8 +436,9 @@ def judge_gradients(named: Named, scaled: bool, own_loop: bool, made: Collection
         findings.append(Finding(HINT, text))
     if none:
         text = f"{first_few(none)} got none: the loss does not depend on them"
-        advice = "right if a pass of your own trains them; else use them, or freeze them"
-        findings.append(Finding(HINT, text, advice) if own_loop else Finding(WRONG, text, "use them, or freeze them"))
+        advice = "use them, or freeze them"
+        advice = f"right if a pass of your own trains them; else {advice}" if own_loop else advice
+        findings.append(Finding(HINT if own_loop else WRONG, text, advice))
     if broken:
         text = f"{first_few(broken)}: NaN or infinite{', as the first steps of a gradient scaler may be' * scaled}"
         findings.append(Finding(HINT if scaled else WRONG, text))
