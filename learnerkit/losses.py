@@ -360,8 +360,7 @@ class LossWeight:
         # What is counted: by the user's function, by entries of the output, by torch's loss, or by the model itself.
         self.sums: bool = "sum" in (loss_weight, reduction)
         if callable(loss_weight):
-            least, most = self._takes = _arguments_by_position(loss_weight)
-            self._takes_pred = least > 0 and most == math.inf  # f(pred, *targets)
+            self._takes = _arguments_by_position(loss_weight)
         self.parts = {name: LossWeight(None, weight) for name, weight in given.items()}
         self.entries: set[str] = {entry for part in self.parts.values() for entry in part.entries}
         if isinstance(loss_weight, str) and loss_weight not in ("sum", "samples"):
@@ -412,7 +411,7 @@ class LossWeight:
                 f"targets: let it take these {n}, or what the model returns and these {n}"
                 " (errors.html#loss-weight)"
             )
-        return self._takes_pred or not least <= n <= most
+        return (least > 0 and most == math.inf) or not least <= n <= most  # the first for f(pred, *targets)
 
     def count(self, yb: tuple, batch_size: int, pred: Any = None, output: Any = None) -> int | Tensor:
         """Return the number of items in the mean of a batch's loss: a 0-dim tensor if they are counted, on every rank.
