@@ -65,7 +65,6 @@ class Batches:
         self._is_open = False
         beside = [loss] if isinstance(loss := self.learn.loss_func, nn.Module) else []
         self._buffers = BuffersKept([unwrap(self.learn.model), *beside]) if params else None
-        self._seams = {"_forward": self._forward, "_loss": self._loss}
         attributes = vars(self.learn)
         # An outer batch may have replaced methods, too.
         self._replaced = {name: attributes[name] for name in _SEAMS if name in attributes}
@@ -101,7 +100,7 @@ class Batches:
         """Replace the learner's methods for a batch, if this rank has data in it."""
         if self.learn.batch_size:
             self._is_open = True
-            vars(self.learn).update(self._seams)
+            vars(self.learn).update(_forward=self._forward, _loss=self._loss)
 
     def end(self) -> None:
         """Give the learner its own methods back."""

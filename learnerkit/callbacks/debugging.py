@@ -56,7 +56,7 @@ class RepeatingLoader(LoaderView):
 
     step_size = batch_sampler = None  # only the loader's first batches are read, whatever it draws
 
-    def __init__(self, dl: Any, n: int, device: torch.device, kept: list[tuple[Any, dict]], first: int = 0) -> None:
+    def __init__(self, dl: Any, n: int, device: torch.device, kept: list[tuple[Any, dict]], first: int) -> None:
         super().__init__(dl)
         self.n = n
         self.device = device

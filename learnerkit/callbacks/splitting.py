@@ -259,11 +259,7 @@ def _unequal(model: nn.Module, parts: list[Part], changed: list[dict[str, Any]])
     norms = [name for name, m in named if isinstance(m, BatchNorm)]
     others = [name for name, m in named if any(m._buffers is b for b in changed) and name not in norms]
     drops = [name for name, m in named if isinstance(m, Dropout) and m.p]
-    drawn = ""
-    if drops:
-        drawn = first_few(drops)
-    elif _draws(parts):
-        drawn = "the model"
+    drawn = first_few(drops) or ("the model" if _draws(parts) else "")
     texts = [f"the statistics of {first_few(norms)}"] * bool(norms)
     texts += [f"the buffers of {first_few(others)}"] * bool(others)
     texts += [f"the random numbers of {drawn} (equal in law)"] * bool(drawn)
