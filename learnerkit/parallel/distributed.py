@@ -133,7 +133,7 @@ class DistributedCallback(Callback):
             "sharded": sharded, "reshard_after_forward": reshard_after_forward, "offload": offload, "sync": sync,
         }  # fmt: skip
         for name, flag in flags.items():
-            if flag is not None and flag not in (True, False):  # the truth of a text such as "no" is True
+            if flag not in (None, True, False):  # the truth of a text such as "no" is True
                 raise ValueError(f"got {name}={flag!r}; it is True or False")
         if self.shard == []:
             raise ValueError("got shard=[], and no unit to shard; it is True, False, or names and classes of modules")
@@ -155,9 +155,9 @@ class DistributedCallback(Callback):
         refused = ["comm_hook"] * (comm_hook is not None) + ["wrap"] * bool(self.wrap_names) + [*ddp_kwargs]
         if shard and refused:
             raise ValueError(f"{refused[0]} is for DistributedDataParallel, and shard= trains without it: leave it out")
-        for name, is_given in {"offload": offload, "sync": not sync}.items():
-            if is_given and not shard:
-                raise ValueError(f"{name} is for sharded models: give shard=True, or leave it out")
+        if not shard and (offload or not sync):
+            name = "offload" if offload else "sync"
+            raise ValueError(f"{name} is for sharded models: give shard=True, or leave it out")
         self._told = set[str]()
         self._loaders: dict[tuple, tuple[Any, RankLoader]] = {}
         self._averager: Averager | None = None  # the averager of a fit that trains
@@ -361,40 +361,43 @@ class DistributedCallback(Callback):
             step: the step of the ranks in training; `None` in evaluation.
         """
         learn, dl = self.learn, self.learn.dl
-        training = step is not None
         if generators := generators_of(dl):
             # Those of the user may be seeded differently on each rank, and all must draw the same order.
             put_states(generators, distributed.broadcast(states_of(generators)))
-        dataset, key = getattr(dl, "dataset", None), (id(dl), training)
-        iterable = isinstance(dataset, IterableDataset)
-        position = learn._position if training else None
+        position = None if step is None else learn._position
         # The position is known if a run continues in mid-epoch.
         seed = since = None if position is None else position.data.states
-        if seed is None and iterable:
+        if seed is None and isinstance(getattr(dl, "dataset", None), IterableDataset):
             seed = distributed.broadcast(states_at_start(dl))  # all ranks read in the order that rank 0 would draw
-        if key in self._loaders:
-            shared = self._loaders[key][1]
-        else:
-            made = self.split_batches and getattr(dl, "batch_sampler", None) is None  # ready-made batches are cut
-            n = None if made else loader_len(dataset)
-            if training and n is not None and n < distributed.world_size():
-                self.tell_once(
-                    f"the training data has {n} sample{'s' if n > 1 else ''} for {distributed.world_size()} ranks: "
-                    "some of them have nothing to do"
-                )
-            # With statistics per rank, BatchNorm needs two samples on a rank, or none.
-            shared = rank_loader(
-                dl, "the training loader" if training else "the loader", training=training, split=self.split_batches,
-                least=2 if training and rank_norms(learn.model) else 1, sharded=self.dataset_is_sharded,
-                join=self.uneven == "join", rank_step=step, dims=learn.dls.batch_dim, count=learn.dls.count,
-            )  # fmt: skip
-            if learn.dls.keeps(dl):  # otherwise the loader is made for this reading alone
-                self._loaders[key] = dl, shared  # keeping the loader keeps its id unique
+        shared = self._shared(dl, step)
         shared.seed, shared.since = seed, since
         if position is not None:
             position.data.states = seed
             learn.first_iter = position.share(shared)
         learn.dl = shared
+
+    def _shared(self, dl: Any, step: RankStep | None) -> RankLoader:
+        """Return the loader of this rank's share of `dl`, which is made once for training and once for evaluation."""
+        learn, training = self.learn, step is not None
+        key = (id(dl), training)
+        if key in self._loaders:
+            return self._loaders[key][1]
+        made = self.split_batches and getattr(dl, "batch_sampler", None) is None  # ready-made batches are cut
+        n = None if made else loader_len(getattr(dl, "dataset", None))
+        if training and n is not None and n < distributed.world_size():
+            self.tell_once(
+                f"the training data has {n} sample{'s' if n > 1 else ''} for {distributed.world_size()} ranks: "
+                "some of them have nothing to do"
+            )
+        # With statistics per rank, BatchNorm needs two samples on a rank, or none.
+        shared = rank_loader(
+            dl, "the training loader" if training else "the loader", training=training, split=self.split_batches,
+            least=2 if training and rank_norms(learn.model) else 1, sharded=self.dataset_is_sharded,
+            join=self.uneven == "join", rank_step=step, dims=learn.dls.batch_dim, count=learn.dls.count,
+        )  # fmt: skip
+        if learn.dls.keeps(dl):  # otherwise the loader is made for this reading alone
+            self._loaders[key] = dl, shared  # keeping the loader keeps its id unique
+        return shared
 
 
 class _MakeWhole(Callback):

@@ -77,9 +77,8 @@ class Passes:
     def weight(self) -> float:
         """Return the weight of this rank's batch among those of all."""
         step = self.step
-        return step.weight(
-            1.0 if step.mean.sums else distributed.reduce(float(step.count), "mean")
-        )  # host-device syncs
+        # Host-device syncs
+        return step.weight(1.0 if step.mean.sums else distributed.reduce(float(step.count), "mean"))
 
     @collective
     def _average(self) -> None:

@@ -67,9 +67,9 @@ class Shards:
         units: Mapping[str, nn.Module],
         opts: Iterable["Optimizer"],
         device: torch.device,
-        reshard_after_forward: bool = True,
-        offload: bool = False,
-        stays: bool = False,
+        reshard_after_forward: bool,
+        offload: bool,
+        stays: bool,
     ) -> None:
         self.model, self.units = model, list(units.values())
         self.divided = [*self.units, model]  # the modules that FSDP2 divides
@@ -130,7 +130,7 @@ class Shards:
         If the model stays divided, earlier optimizers are released: each has as much state as the model has parameters.
         """
         opts = list(opts)
-        for opt in [opt for opt in self._taken if opt not in opts] if self.stays else ():
+        for opt in [opt for opt in self._taken if self.stays and opt not in opts]:
             self._leave(opt)
         for opt in opts:
             if opt not in self._taken:

@@ -59,7 +59,7 @@ class Sharded:
         settle: Callable[[list[str] | None], bool | None],
         check: Callable[[], None],
         votes: bool,
-        sync: bool = True,
+        sync: bool,
     ) -> None:
         self.step, self.mean = step, step.mean
         self.shards, self._own = shards, own
