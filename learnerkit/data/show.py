@@ -276,17 +276,17 @@ def _figure(pictures: list[Tensor], notes: list[dict[str, Any]], title: str) -> 
     plt = pyplot("show")
     across = math.ceil(math.sqrt(len(pictures)))
     down = math.ceil(len(pictures) / across)
-    texts = [[text for text in each.values() if isinstance(text, str)] for each in notes or [{}] * len(pictures)]
+    notes = notes or [{}] * len(pictures)
+    texts = [[text for text in each.values() if isinstance(text, str)] for each in notes]
     lines = max(map(len, texts))
     size = 2 * across, (1.9 + 0.2 * lines) * down + 0.3 * bool(title)
     figure, axes = plt.subplots(down, across, figsize=size, squeeze=False, layout="constrained")
     for ax in axes.flat:
         ax.axis("off")
-    for ax, picture, written in zip(axes.flat, pictures, texts, strict=False):
+    for ax, picture, each, written in zip(axes.flat, pictures, notes, texts, strict=False):
         ax.imshow(picture.numpy(), cmap="gray", vmin=0, vmax=1)
         wrong = {"color": "tab:red"} if any(line.startswith(WRONG) for line in written) else {}
         ax.set_title("\n".join(written), fontsize=9, **wrong)
-    for ax, each in zip(axes.flat, notes, strict=False):
         drawn = {name: y for name, y in each.items() if not isinstance(y, str)}
         for name, y in drawn.items():
             _draw(ax, y, "tab:green" if name == "target" else "tab:red", outlines=len(drawn) > 1 and name == "target")
