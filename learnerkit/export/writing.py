@@ -119,7 +119,8 @@ def _write_traced(learn: "Learner", path: AnyPath) -> None:
     facts = facts_of(learn, kwargs or None)
     safe_name = f"{path.stem}{files.SAFETENSORS}"
     names = list(kwargs) or input_names(learn, len(args))
-    _check_inputs(facts.model, dict(zip(names, kwargs.values() or args, strict=True)), size, safe_name)
+    inputs = dict(zip(names, kwargs.values() or args, strict=True))
+    _check_inputs(facts.model, inputs, size, safe_name)
     with predicting(learn, names) as predictor:
         program = programs.traced(predictor, args, kwargs, size, safe_name)
         # Checks on all samples, and on one, find programs that hold for the example's number of samples alone.
@@ -149,7 +150,7 @@ def _write_traced(learn: "Learner", path: AnyPath) -> None:
         if path.suffix == PROGRAM:
             programs.write(program, facts, path, lambda read: check("the exported program", read))
         else:
-            axes = _axes(learn.dls.inputs, dict(zip(names, kwargs.values() or args, strict=True)))
+            axes = _axes(learn.dls.inputs, inputs)
             first = expected[0]
             outputs = ["pred"] if isinstance(first, Tensor) else None
             if isinstance(first, Mapping) and all(isinstance(t, Tensor) for t in first.values()):

@@ -113,8 +113,8 @@ class OfTorchmetrics:
         if task is None or (task == "Multiclass" and not n) or (task == "") != (name == "r2"):
             loss = "the model's loss" if is_of_model else loss_name(loss_func)
             named = "give DataLoaders(classes=[...]) the names, or " if name != "r2" and not n else ""
-            line = f"classification.Multiclass{_CLASSES[name]}(num_classes=10)"
-            line = "regression.R2Score()" if name == "r2" else line
+            of_classes = f"classification.Multiclass{_CLASSES[name]}(num_classes=10)"
+            line = "regression.R2Score()" if name == "r2" else of_classes
             raise ValueError(
                 f"the metric {name!r} does not know its task by {loss} and {n or 'no'} names of classes: {named}take "
                 f"an object of torchmetrics, such as torchmetrics.{line}"
