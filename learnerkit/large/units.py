@@ -80,7 +80,8 @@ class _Parts:
         for parent in dict.fromkeys(_descendants(m)):
             kinds = _by_kind(filter(self.can_be, _within(parent)))
             # A list of one block is a list, too: a model may be a small one of its kind.
-            yield from ((parent, e) for e in kinds.values() if len(e) > 1 or isinstance(parent, nn.ModuleList))
+            is_list = isinstance(parent, nn.ModuleList)
+            yield from ((parent, elements) for elements in kinds.values() if len(elements) > 1 or is_list)
 
     def is_divided(self, parent: nn.Module, elements: list[nn.Module]) -> bool:
         """Tell whether the elements of a list consist of lists themselves, so that they are no units."""
@@ -94,11 +95,12 @@ class _Parts:
 
     def repeated(self) -> list[nn.Module]:
         """Return the modules of the classes of the largest lists; none if these lists are small."""
-        listed = [m for parent, e in self.lists(self.model) if not self.is_divided(parent, e) for m in e]
+        lists = [elements for parent, elements in self.lists(self.model) if not self.is_divided(parent, elements)]
         for have_parts in (True, False):
-            kinds = _by_kind(m for m in listed if bool(_within(m)) is have_parts)
-            least = _COMPARABLE * max((self.size(*e) for e in kinds.values()), default=0)
-            taken = [kind for kind, e in kinds.items() if self.size(*e) >= least]
+            kinds = _by_kind(m for elements in lists for m in elements if bool(_within(m)) is have_parts)
+            sizes = {kind: self.size(*modules) for kind, modules in kinds.items()}
+            largest = max(sizes.values(), default=0)
+            taken = [kind for kind, size in sizes.items() if size >= _COMPARABLE * largest]
             modules = [m for m in _descendants(self.model) if _kind(m) in taken and self.can_be(m)]
             # By number, too: the blocks of a small model with a large vocabulary have few of its elements.
             are_most = have_parts and 2 * len(_held(modules)) >= len(_held([self.model]))
