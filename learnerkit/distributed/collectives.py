@@ -442,8 +442,7 @@ def rank0_first(f: Callable[..., T] | None = None, *args: Any, per_node: bool = 
         return result
     # The ranks wait on the store, not at a barrier: a long download must not exceed a collective's timeout.
     store().wait([key], timedelta(days=7))
-    failure = store().get(key).decode()
-    if failure:
+    if failure := store().get(key).decode():
         name, which = getattr(unbound(f)[0], "__name__", f), "local " if per_node else ""
         raise RuntimeError(f"{which}rank 0 failed in rank0_first({name}): {failure}")
     return f(*args, **kwargs)

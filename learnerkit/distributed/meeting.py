@@ -74,10 +74,9 @@ def _init(timeout: timedelta | None, what: str, wait: float) -> None:
         torch.accelerator.set_device_index(device.index)
         # CPU tensors (predictions, counts) are sent by gloo, so they need no memory of the accelerator.
         backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
-    number, size = rank(), world_size()
     keys = _meet_in_store(timeout, what, wait, here.by_scheduler)
     await_all(dist.PrefixStore("learnerkit/first", keys), what, wait)
-    dist.init_process_group(backend, store=keys, rank=number, world_size=size, timeout=timeout)
+    dist.init_process_group(backend, store=keys, rank=rank(), world_size=world_size(), timeout=timeout)
     atexit.register(_leave, os.getpid())
 
 
