@@ -94,17 +94,15 @@ def run_attempts(plan: Plan, events: LaunchEvents) -> int:
                 outcome = supervise.run_attempt(job, attempt, signals)
                 attempt.stop()
                 events.outcome(outcome)
-                if outcome.kind in ("joined", "left"):
-                    # For the ranks this is a restart, after which they go on, though no failure counts for it.
-                    number, restarts = number + 1, restarts + 1
-                elif outcome.kind in ("done", "stopped") or number >= restarts:
+                # For the ranks this is a restart, after which they go on, though no failure counts for it.
+                is_free = outcome.kind in ("joined", "left")
+                if outcome.kind in ("done", "stopped") or (number >= restarts and not is_free):
                     # argparse fails with this code, but so do other programs.
                     if outcome.kind == "failed" and outcome.code == 2 and not plan.told:
                         own = [name for name in make_parser()._option_string_actions if name.startswith("--")]
                         say_where_options_stand(job.command, own)
                     return outcome.code
-                else:
-                    number += 1
+                number, restarts = number + 1, restarts + is_free
                 if attempt.asked is not None:  # This signal came while the ranks were being stopped after a failure.
                     raise Interrupted(attempt.asked)
         except Interrupted as interrupted:

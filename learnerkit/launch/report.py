@@ -95,8 +95,8 @@ def report(ranks: list[Rank], reason: int | Outcome, topology: Topology, began: 
     failed, by_others = failures(ranks), ended_by_another_node(reason, topology)
     if isinstance(reason, Outcome) and by_others:
         say(reason.text)
-    # If another rank has caused all failures, one that has ended well left too early: if that is certain, however long
-    # it took to end.
+    # If all that failed only followed another rank, one that has ended well left too early. Where that is not certain,
+    # it has ended before the first of them.
     certainty = min(map(follows, failed), default=0)
     well = [rank for rank in ranks if certainty and rank.code == 0]
     early = [rank for rank in well if certainty == FOLLOWS or rank.ended < failed[0].ended][:1]
