@@ -121,7 +121,7 @@ def local_path(name: str, path: str | Path) -> Path:
     return found
 
 
-def name_or_path(name: str | Path, directory: str = "the model directory") -> str | Path:
+def name_or_path(name: str | Path, directory: str) -> str | Path:
     """Return a plain name inside `directory`, a description for the error, unchanged, and a path as a `Path`.
 
     A str with a separator is a path. A str with `..` is refused, as it may be composed of untrusted names.
@@ -216,10 +216,17 @@ def save_whole(obj: Any, file: AnyPath | BinaryIO) -> None:
     if not isinstance(file, Path | StorePath):
         _save(obj, file)
         return
-    with replacing(file) as temporary, open(temporary, "xb") as opened:
+    with replacing(file) as temporary, _new_file(temporary) as opened:
         _save(obj, opened)
-        opened.flush()
-        os.fsync(opened.fileno())
+
+
+@contextmanager
+def _new_file(path: Path) -> Iterator[BinaryIO]:
+    """Open a new file to write to, and sync it at the end."""
+    with open(path, "xb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _save(obj: Any, file: BinaryIO) -> None:
@@ -261,19 +268,14 @@ def save_weights(
     kept, own_notes = without_tied(weights)
     header, names = file_header(kept, own_notes | dict(notes or {}))
     tensors = (gathered(kept[name], keep=writes) for name in names)
-    if not writes:
-        for _ in tensors:
-            pass
-        return
     try:
-        with replacing(file) as temporary, open(temporary, "xb") as opened:
-            opened.write(header)
-            for tensor in tensors:
-                opened.writelines(_memory(on_host(tensor)))
-            opened.flush()
-            os.fsync(opened.fileno())
+        if writes:
+            with replacing(file) as temporary, _new_file(temporary) as opened:
+                opened.write(header)
+                for tensor in tensors:
+                    opened.writelines(_memory(on_host(tensor)))
     finally:
-        for _ in tensors:  # after an error the other ranks still wait for the rest
+        for _ in tensors:  # What is left is gathered on all ranks: on those that do not write, and after an error.
             pass
 
 
@@ -355,11 +357,8 @@ def sync_directory(folder: Path) -> None:
     try:
         os.fsync(opened)
     except OSError as e:
-        if e.errno not in (
-            errno.EINVAL,
-            errno.ENOTSUP,
-            errno.ENOSYS,
-        ):  # CIFS and FUSE answer so; renames are atomic there, too
+        # CIFS and FUSE answer so; renames are atomic there, too.
+        if e.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
             raise
     finally:
         os.close(opened)
@@ -503,10 +502,8 @@ def write_new(path: AnyPath, pieces: Sequence[Buffer]) -> dict[str, Any]:
             return write_new(temporary, pieces)
     digest = in_thread(lambda: _sha256(pieces))
     try:
-        with open(path, "xb") as file:
+        with _new_file(path) as file:
             file.writelines(pieces)
-            file.flush()
-            os.fsync(file.fileno())
     except OSError as e:
         e.filename = e.filename or str(path)
         raise
@@ -717,6 +714,19 @@ def _entry(state: dict, names: tuple[str, ...]) -> dict | None:
     return next((state[name] for name in names if isinstance(state.get(name), dict)), None)
 
 
+def _take_own_names(weights: dict[str, Any], model: nn.Module, own: Mapping[str, Any]) -> None:
+    """Give weights their names in the model: without wrappers' prefixes, and all the names of those that are tied."""
+    for prefix in _WRAPPERS * 2:  # prefixes may be nested
+        if weights and all(k.startswith(prefix) for k in weights) and not all(k.startswith(prefix) for k in own):
+            consume_prefix_in_state_dict_if_present(weights, prefix)
+    tied: dict[Any, list[str]] = {}  # a file of transformers has tied weights by one of their names
+    for name, p in model.named_parameters(remove_duplicate=False):
+        tied.setdefault(p, []).append(name)
+    for names in tied.values():
+        if there := next((name for name in names if name in weights), None):
+            weights |= {name: weights[there] for name in names if name not in weights}
+
+
 def fitted(saved: Saved, model: nn.Module, strict: bool) -> Saved:
     """Check that a file fits a model, so that loading cannot fail half-way, and remove wrappers' prefixes from names.
 
@@ -729,15 +739,7 @@ def fitted(saved: Saved, model: nn.Module, strict: bool) -> Saved:
         CheckpointError: the weights do not fit; the message lists the missing and the surplus ones.
     """
     own, weights = model.state_dict(), saved.weights
-    for prefix in _WRAPPERS * 2:  # prefixes may be nested
-        if weights and all(k.startswith(prefix) for k in weights) and not all(k.startswith(prefix) for k in own):
-            consume_prefix_in_state_dict_if_present(weights, prefix)
-    tied: dict[Any, list[str]] = {}  # a file of transformers has tied weights by one of their names
-    for name, p in model.named_parameters(remove_duplicate=False):
-        tied.setdefault(p, []).append(name)
-    for names in tied.values():
-        if there := next((name for name in names if name in weights), None):
-            weights |= {name: weights[there] for name in names if name not in weights}
+    _take_own_names(weights, model, own)
     both = [(k, v, own[k]) for k, v in weights.items() if isinstance(own.get(k), Tensor)]
     kinds = [f"{k} (a {type(v).__name__})" for k, v, _ in both if not isinstance(v, Tensor)]
     shapes = [
@@ -746,12 +748,12 @@ def fitted(saved: Saved, model: nn.Module, strict: bool) -> Saved:
         if isinstance(v, Tensor) and not is_lazy(t) and v.shape != t.shape and not loads_itself(model, k)
     ]
     missing, surplus = [k for k in own if k not in weights], [k for k in weights if k not in own]
-    none_fits = bool(own) and len(missing) == len(own)
+    exact = strict or (bool(own) and len(missing) == len(own))  # Where none fits, the file is another model's.
     wrong = {
         "are no tensors in the file": kinds,
         "differ in shape": shapes,
-        "are not in the file": missing if strict or none_fits else [],
-        "are not in the model": surplus if strict or none_fits else [],
+        "are not in the file": missing if exact else [],
+        "are not in the model": surplus if exact else [],
     }
     if any(wrong.values()):
         problems = ". These ".join(f"{what}: {first_few(names, '; ')}" for what, names in wrong.items() if names)
