@@ -443,8 +443,8 @@ def rank0_first(f: Callable[..., T] | None = None, *args: Any, per_node: bool = 
     # The ranks wait on the store, not at a barrier: a long download must not exceed a collective's timeout.
     store().wait([key], timedelta(days=7))
     if failure := store().get(key).decode():
-        name, which = getattr(unbound(f)[0], "__name__", f), "local " if per_node else ""
-        raise RuntimeError(f"{which}rank 0 failed in rank0_first({name}): {failure}")
+        name = getattr(unbound(f)[0], "__name__", f)
+        raise RuntimeError(f"{'local ' if per_node else ''}rank 0 failed in rank0_first({name}): {failure}")
     return f(*args, **kwargs)
 
 

@@ -67,10 +67,8 @@ def _init(timeout: timedelta | None, what: str, wait: float) -> None:
             print(f"learnerkit: {here}", file=sys.stderr, flush=True)
         for name, value in here.variables().items():
             os.environ.setdefault(name, value)
-    device = default_device()
-    if device.type == "cpu":
-        backend = "gloo"
-    else:
+    device, backend = default_device(), "gloo"
+    if device.type != "cpu":
         torch.accelerator.set_device_index(device.index)
         # CPU tensors (predictions, counts) are sent by gloo, so they need no memory of the accelerator.
         backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
@@ -99,9 +97,9 @@ def compare_calls_of_users(timeout: timedelta) -> None:
     _groups.clear()
     if "gloo" in dist.get_backend_config():
         compare_calls(timeout)
-        patience = timeout + timedelta(minutes=1)  # a run's watch, whose error says more, comes first
         for name in ("gradients", "votes"):
-            _groups[name] = weakref.ref(dist.new_group(backend="gloo", timeout=patience))
+            # A run's watch, whose error says more, comes first.
+            _groups[name] = weakref.ref(dist.new_group(backend="gloo", timeout=timeout + timedelta(minutes=1)))
     _compared = weakref.ref(dist.group.WORLD)
 
 
@@ -134,19 +132,19 @@ def await_all(keys: dist.Store, what: str, timeout: float, none_moves: Callable[
     """
     here, names = rank(), [f"here/{number}" for number in range(world_size())]
     me = f"rank {here} called {what}" if what else f"rank {here}"
-    ended = f"{me}, but rank 0 has ended"
+    ended = not_together(f"{me}, but rank 0 has ended")
     end, pause = time.monotonic() + timeout, 0.002
     asked, stood = time.monotonic(), 0
-    port = store_port(keys)
-    if here and port and has_closed(port):
-        raise not_together(ended)
+    port = here and store_port(keys)  # rank 0 need not look at its own store
+    if port and has_closed(port):
+        raise ended
     # Rank 0, which may host the store, tells the waiting ranks before it ends: torch prints a lot if a store goes away.
     ends = f"learnerkit/ended/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"  # set in processes/rank_main.py
-    with _waiting(keys, not_together(ended)) as root:
+    with _waiting(keys, ended) as root:
         keys.set(names[here], json.dumps(what))
         while not keys.check(names):
             if here and root.check([ends]):
-                raise not_together(ended)
+                raise ended
             if none_moves is not None and time.monotonic() > asked + 1:
                 stood, asked = stood + 1 if none_moves() else 0, time.monotonic()
             stands = stood > 1 and not keys.check(names)  # asked twice, a second apart
@@ -160,8 +158,8 @@ def await_all(keys: dist.Store, what: str, timeout: float, none_moves: Callable[
                 raise not_together(f"{me}{' and' if what else ''} waited {timeout:.0f} s for {ranks}", longer)
             time.sleep(pause)
             pause = min(1.1 * pause, 0.05)
-            if here and port and has_closed(port):
-                raise not_together(ended)
+            if port and has_closed(port):
+                raise ended
         return [json.loads(keys.get(name)) for name in names]
 
 
@@ -314,8 +312,7 @@ def _join_again(timeout: timedelta | None) -> None:
     global group_is_dead
     # The new group needs its own keys: those of the old group tell of its dead connections.
     fresh = dist.PrefixStore("learnerkit/next", store())
-    backend, here = dist.get_backend_config(), rank()
-    size = world_size()
+    backend, here, size = dist.get_backend_config(), rank(), world_size()
     dist.destroy_process_group()
     dist.init_process_group(backend, store=fresh, rank=here, world_size=size, timeout=timeout)
     group_is_dead = False
