@@ -183,15 +183,14 @@ def first_attributes(learn: "Learner") -> dict[str, State]:
 
     Large ones that are no arguments are left out, as they are saved anyway.
     """
-    users = [(key, cb) for key, cb in keys(learn.cbs) if type(cb).state_dict is Callback.state_dict]
     return {
         key: {
             name: _noted(value)
             for name, value in savable(cb).items()
             if name.lstrip("_") in _arguments(cb) or _bytes_of(value, set()) <= _SMALL
         }
-        for key, cb in users
-        if not is_ours(type(cb))
+        for key, cb in keys(learn.cbs)
+        if type(cb).state_dict is Callback.state_dict and not is_ours(type(cb))
     }
 
 
