@@ -80,8 +80,9 @@ class _Parts:
         for parent in dict.fromkeys(_descendants(m)):
             kinds = _by_kind(filter(self.can_be, _within(parent)))
             # A list of one block is a list, too: a model may be a small one of its kind.
-            is_list = isinstance(parent, nn.ModuleList)
-            yield from ((parent, elements) for elements in kinds.values() if len(elements) > 1 or is_list)
+            for elements in kinds.values():
+                if len(elements) > 1 or isinstance(parent, nn.ModuleList):
+                    yield parent, elements
 
     def is_divided(self, parent: nn.Module, elements: list[nn.Module]) -> bool:
         """Tell whether the elements of a list consist of lists themselves, so that they are no units."""
@@ -131,10 +132,9 @@ class _Parts:
             raise TypeError(f"got {entry!r} in {argument}=; it takes names of modules, patterns of names, and classes")
         able = [m for m in matches if self.can_be(m)]
         if not matches:
-            near = did_you_mean(given, known)
             raise ValueError(
-                f"{type(self.model).__name__} has no module {given!r}, which {argument}= names{near}; there are "
-                f"{first_few(known, n=10)} (errors.html#units)"
+                f"{type(self.model).__name__} has no module {given!r}, which {argument}= names"
+                f"{did_you_mean(given, known)}; there are {first_few(known, n=10)} (errors.html#units)"
             )
         if not able:
             raise ValueError(

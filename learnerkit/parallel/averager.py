@@ -106,13 +106,11 @@ class Averager:
         Args:
             named: all parameters by name: the model's, and those trained beside it.
         """
-        step, learn = self.step, self.learn
-        cb = self.cb
+        step, learn, cb = self.step, self.learn, self.cb
         model = self.model = learn.model
         with distributed.grouped_collectives():
             frozen = distributed.all_gather([name for name, p in named.items() if not p.requires_grad])
-            counts = Counter(chain(*frozen))
-            if apart := [name for name, count in counts.items() if count < len(frozen)]:
+            if apart := [name for name, count in Counter(chain(*frozen)).items() if count < len(frozen)]:
                 raise RuntimeError(
                     f"only some ranks train {first_few(apart)}: freeze the same parameters on every rank"
                     " (errors.html#unused-parameters)"
@@ -178,8 +176,7 @@ class Averager:
         if not everyone:
             return []
         *facts, marks = zip(*everyone, strict=True)
-        apart = [name for name in marks[0] if any(other.get(name) != marks[0][name] for other in marks)]
-        if apart:
+        if apart := [name for name in marks[0] if any(other.get(name) != marks[0][name] for other in marks)]:
             self.cb.tell_once(
                 f"each rank makes {first_few(apart)} (buffers that change in the forward pass) of its own samples, so "
                 "the numbers are not those of one process; make them of all ranks' samples: learnerkit.distributed"

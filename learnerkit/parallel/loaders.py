@@ -281,8 +281,7 @@ class RankStreamLoader(RankLoader):
         if first is not None:
             mine = digests(tensors_in(first)) if self.sharded else []
         everyone = distributed.all_gather(mine)
-        alike = [rank for rank, marks in enumerate(everyone) if marks and everyone.count(marks) > 1]
-        if alike:
+        if alike := [rank for rank, marks in enumerate(everyone) if marks and everyone.count(marks) > 1]:
             distributed.warn_once(
                 f"sharded=True says that the {type(self.loader.dataset).__name__} gives each rank a part of its own, "
                 f"but the first batches of ranks {first_few(alike)} are the same, so that samples count several times; "
@@ -388,8 +387,7 @@ def rank_loader(
         return RankStreamLoader(
             dl, name, rank_step=rank_step, split=split, sharded=sharded, join=join, dims=dims, cut=cut, count=count
         )
-    samplers = samplers_of(dl)
-    if any(isinstance(s, DistributedSampler) for s in samplers):
+    if any(isinstance(s, DistributedSampler) for s in samplers_of(dl)):
         raise ValueError(
             f"{name} has a DistributedSampler, which shares the data out a second time; give the loader the sampler of "
             "one process (or shuffle=True), and every rank gets its part of it"

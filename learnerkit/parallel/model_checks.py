@@ -36,8 +36,7 @@ def check_parts(model: nn.Module, names: tuple[str, ...], beside: list[nn.Parame
             there = list(dict(model.named_children()))
             raise ValueError(f"wrap={names} names {name!r}; {type(model).__name__} has {there}")
     inside = {p for name in names for p in getattr(model, name).parameters()}
-    outside = [name for name, p in model.named_parameters() if p.requires_grad and p not in inside]
-    if outside:
+    if outside := [name for name, p in model.named_parameters() if p.requires_grad and p not in inside]:
         raise ValueError(
             f"wrap={names} leaves out {first_few(outside)}, which each rank would train by itself; name their modules "
             "too, or freeze them"

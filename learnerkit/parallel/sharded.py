@@ -159,8 +159,7 @@ class Shards:
 
     def check_parameters(self) -> None:
         """Refuse a model that has other parameters than when it was divided."""
-        new = [name for name, p in self.model.named_parameters() if p is not self.named.get(name)]
-        if new:
+        if new := [name for name, p in self.model.named_parameters() if p is not self.named.get(name)]:
             raise ValueError(
                 f"the model has other parameters than when it was divided among the ranks ({first_few(new)}): replace "
                 "parts of a sharded model between two fits"

@@ -307,8 +307,9 @@ class Watch:
         """Return the failure for the ranks' errors; `late`: the ranks that have not come to where the others wait."""
         culprit = late[0] if late else self.rank
         if late:
-            state = reports[culprit]["state"]
-            cause = f"it is {state}, and rank {self.rank} has waited for it for {self.timeout:.0f} s"
+            cause = (
+                f"it is {reports[culprit]['state']}, and rank {self.rank} has waited for it for {self.timeout:.0f} s"
+            )
         else:
             places = ", ".join(f"rank {rank} in {where(known)}" for rank, known in enumerate(reports))
             cause = f"all ranks wait, in different calls ({places})"

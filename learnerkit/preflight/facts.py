@@ -77,10 +77,12 @@ def open_board(rank: int, size: int) -> Board:
         return Board(HashStore(), rank, size)
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    patience = timedelta(seconds=REACH_SECONDS)
     try:
         # multi_tenant: the process group of rank 0 will serve a store at the same port.
-        store = TCPStore(address, int(port), size, serves, patience, wait_for_workers=False, multi_tenant=True)
+        store = TCPStore(
+            address, int(port), size, serves, timedelta(seconds=REACH_SECONDS), wait_for_workers=False,
+            multi_tenant=True,
+        )  # fmt: skip
         return Board(PrefixStore("learnerkit/doctor", store), rank, size)
     except Exception as error:
         sys.exit(

@@ -84,8 +84,7 @@ def judge_peers(group: list[Facts], everyone: list[Facts]) -> Finding:
     if "peers" not in group[0]["devices"]:
         return Finding(NOTHING, "no GPUs")
     gpus = [(f["rank"], f["devices"]) for f in group]
-    apart = [f"{i}-{j}" for i, a in gpus for j, b in gpus if i < j and b["index"] not in a["peers"]]
-    if apart:
+    if apart := [f"{i}-{j}" for i, a in gpus for j, b in gpus if i < j and b["index"] not in a["peers"]]:
         text = f"none between ranks {first_few(apart)}: what they exchange goes through the host's memory"
         return Finding(HINT, text, "nvidia-smi topo -m shows the links; if NCCL hangs, export NCCL_P2P_DISABLE=1")
     return Finding(OK, "between all GPUs") if len(gpus) > 1 else Finding(NOTHING, "one GPU")

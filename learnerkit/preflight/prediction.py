@@ -194,8 +194,8 @@ def fake_steps(learn: "Learner") -> Iterator[tuple["Learner", TensorFunction]]:
     Only torch's own hooks are copied, such as that of `weight_norm`: others may keep tensors.
     """
     one, owners = copy.copy(learn), (unwrap(learn.model), learn.loss_func)
-    on_cpu = learn.dls.device.type == "cpu"
-    if any(isinstance(m, nn.LSTM if on_cpu else nn.RNNBase) for m in owners[0].modules()):
+    kind = nn.LSTM if learn.dls.device.type == "cpu" else nn.RNNBase
+    if any(isinstance(m, kind) for m in owners[0].modules()):
         raise ValueError("kernels of recurrent layers keep what tensors without values do not show")
     mode, logger = fake_mode(), logging.getLogger("torch._subclasses.fake_tensor")
     memo: dict[int, Any] = {id(x): x for x in (learn.dls, *learn.cbs)} | {id(learn): one}  # hooks copy none of these
@@ -269,8 +269,8 @@ def _measured(
             lines.append((low - slope * few, slope))
     lines.sort(key=lambda line: line[1])
     base, per_sample = lines[-1]
-    parameters = n_bytes(model.parameters())
-    return Prediction(parameters, gradients, optimizer, per_sample, base, max(peaks[n]), n, tuple(lines))
+    sizes = n_bytes(model.parameters()), gradients, optimizer
+    return Prediction(*sizes, per_sample, base, max(peaks[n]), n, tuple(lines))
 
 
 def _peaks_of_passes(one: "Learner", seen: Seen, size: int, mode: str | None, live: Any) -> tuple[int, int]:

@@ -109,13 +109,16 @@ def check_distributed(learn: "Learner", n: int = 2, steps: int = 5, timeout: flo
         return False
     one, *ranks = runs
     steps, size = len(one["steps"]), len(one["steps"][0]["samples"])
-    what = f"{counted(steps, 'step')} of {counted(size, 'sample')}"
-    print(f"{title}, {what}; differences up to {TOLERANCE:.0e} count as rounding")
+    print(
+        f"{title}, {counted(steps, 'step')} of {counted(size, 'sample')}; differences up to {TOLERANCE:.0e} count as "
+        "rounding"
+    )
     report = Report(entry="check-distributed")
     findings = _compare(one, ranks)
     if "reason" in findings and findings["samples"].mark == OK and callback.comm_hook is not None:
-        text = f"comm_hook={callback.comm_hook!r} rounds the gradients on their way: leave it out for this check"
-        findings["reason"] = Finding(HINT, text)
+        findings["reason"] = Finding(
+            HINT, f"comm_hook={callback.comm_hook!r} rounds the gradients on their way: leave it out for this check"
+        )
     for topic, finding in findings.items():
         report.add(topic, [finding])
     if left_out := left_out + one["left_out"]:
@@ -238,8 +241,7 @@ def _first_batches(dl: Any, n: int) -> Any:
         dl = in_order(dl, "1")
     if not _has_indices(dl):
         return dl
-    batches = list(islice(dl.batch_sampler, n))
-    if batches:  # else the fit says why there are none
+    if batches := list(islice(dl.batch_sampler, n)):  # else the fit says why there are none
         batches[-1] = batches[-1][: max(1, len(batches[-1]) - 1)]
     return with_batches(dl, batch_sampler=batches)
 
@@ -343,8 +345,7 @@ def _compare(one: dict, ranks: list[dict]) -> dict[str, Finding]:
         "weights": _judge_equal(one["weights"], [run["weights"] for run in ranks], one["update"]),
         **{name: _judge_equal(one[name], [run[name] for run in ranks]) for name in ("validation", "predictions")},
     }
-    wrong = {name for name, finding in findings.items() if finding.mark == WRONG}
-    if wrong:
+    if wrong := {name for name, finding in findings.items() if finding.mark == WRONG}:
         first_alike = torch.isclose(alone["step 1"], together["step 1"], rtol=1e-6, equal_nan=True)
         findings["reason"] = Finding(HINT, reason or _likely_reason(one, steps, wrong, bool(first_alike)))
     return findings

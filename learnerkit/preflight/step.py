@@ -257,8 +257,7 @@ class StepCheck(Callback):
         if isinstance(error, PeerError):
             self.found["other ranks"].append(Finding(WRONG, in_one_line(error)))
             return
-        notes = getattr(error, "__notes__", [])
-        text = [in_one_line(error), *(note.replace("\n", "; ") for note in notes)]
+        text = [in_one_line(error), *(note.replace("\n", "; ") for note in getattr(error, "__notes__", []))]
         if ending_of(error).callback not in ("", repr(self)):
             self.stage = "callbacks"
         elif self._running_model and self.stage == "prediction":
@@ -554,8 +553,8 @@ def _not_finite(tensors: list[Tensor], source: str) -> list[Finding]:
     findings = []
     for t in tensors:
         if not _is_finite(t):
-            n = int((~_values(t).isfinite()).sum())
-            text = f"{_about(t)}; {n} of {t.numel()} values are NaN or infinite"
+            n = (~_values(t).isfinite()).sum()
+            text = f"{_about(t)}; {int(n)} of {t.numel()} values are NaN or infinite"
             findings.append(Finding(WRONG, text, f"look into {source}"))
     return findings
 

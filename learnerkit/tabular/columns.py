@@ -228,8 +228,7 @@ def numbers_in(column: "Series") -> np.ndarray:
     from pandas.api.types import is_any_real_numeric_dtype
 
     if not is_any_real_numeric_dtype(column.dtype):
-        others = [x for x in column.dropna().tolist() if not isinstance(x, _NUMERIC)]
-        if others:
+        if others := [x for x in column.dropna().tolist() if not isinstance(x, _NUMERIC)]:
             raise ValueError(
                 f"column {column.name!r} is one of numbers, and has {first_few(map(repr, others), n=3)} of type "
                 f"{type(others[0]).__name__}; turn it into numbers (pandas.to_numeric), or make it one of categories"

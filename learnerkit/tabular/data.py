@@ -126,8 +126,9 @@ class TabularData:
             conts = [name for name, seen in roles.items() if seen.role in ("conts", "few") and name not in cats]
         learned = kind.of(train[y])
         if isinstance(learned, Categories) and len(learned.values) < 2:
-            value = learned.decode(len(learned.values))
-            raise ValueError(f"all rows to train on have {y!r} = {value!r}; there is nothing to learn")
+            raise ValueError(
+                f"all rows to train on have {y!r} = {learned.decode(len(learned.values))!r}; there is nothing to learn"
+            )
         dated = [Dates.of(train[name]) for name in dates]
         more_cats, more_conts = _parts_that_differ(dated, train)
         data = cls(
