@@ -153,8 +153,8 @@ def judge_ranks(everyone: list[Facts], missing: Sequence[int]) -> list[Finding]:
     total, groups = len(everyone) + len(missing), by_machine(everyone)
     where = first_few(f"{group[0]['host']} ({len(group)})" for group in groups)
     if missing:
-        who = f"rank{'s' * (len(missing) > 1)} {first_few(missing)} of {total}"
-        text = f"{who} did not come within {Board.seconds:.0f} s; here are {where}"
+        who = f"rank{'s' * (len(missing) > 1)} {first_few(missing)}"
+        text = f"{who} of {total} did not come within {Board.seconds:.0f} s; here are {where}"
         return [Finding(WRONG, text, "does every launcher run, and what have those ranks printed?")]
     if total == 1:
         return [

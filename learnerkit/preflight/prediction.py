@@ -269,8 +269,8 @@ def _measured(
             lines.append((low - slope * few, slope))
     lines.sort(key=lambda line: line[1])
     base, per_sample = lines[-1]
-    sizes = n_bytes(model.parameters()), gradients, optimizer
-    return Prediction(*sizes, per_sample, base, max(peaks[n]), n, tuple(lines))
+    peak = max(peaks[n])
+    return Prediction(n_bytes(model.parameters()), gradients, optimizer, per_sample, base, peak, n, tuple(lines))
 
 
 def _peaks_of_passes(one: "Learner", seen: Seen, size: int, mode: str | None, live: Any) -> tuple[int, int]:

@@ -55,8 +55,7 @@ def check(learn: "Learner", memory: str | int | None = None) -> bool:
             refuse_iterator(dl)
         if learn.dls.valid is None:
             step.found["validation"].append(Finding(NOTHING, "there is no validation loader"))
-        cbs = [step, step.first]
-        with learn.no_bar(), learn._trying("check", cbs) as train:
+        with learn.no_bar(), learn._trying("check", [step, step.first]) as train:
             sharded = learn.n_ranks > 1
             step.stage = "optimizer"
             train(n_epoch=1)
