@@ -857,17 +857,18 @@ class TableLogger:
 
 
 def format_value(value: Any) -> str:
-    """Return the text of a cell, in one line: numbers with six decimals, large ones with four digits."""
+    """Return the text of a cell, in one line: numbers with six decimals, large and tiny ones with four digits."""
     if not isinstance(value, float):
         return escaped_line(str(value))
-    return f"{value:.6f}" if abs(value) < 1e5 else f"{value:.4g}"
+    is_tiny = 0 < abs(value) < 1e-5  # six decimals would leave one digit or none
+    return f"{value:.6f}" if abs(value) < 1e5 and not is_tiny else f"{value:.4g}"
 
 
 def format_row(names: list[str], row: list) -> str:
-    """Return a line of the table, its cells right-aligned under the names."""
+    """Return a line of the table, its cells right-aligned under the names; one that is wider takes space of the next."""
     widths = {"epoch": 5, "time": 7}
-    cells = []
+    line, end = "", -2
     for name, cell in zip(names, map(format_value, row), strict=True):
-        width = max(widths.get(name, 9), columns(format_value(name)))
-        cells.append(" " * (width - columns(cell)) + cell)
-    return "  ".join(cells)
+        end += 2 + max(widths.get(name, 9), columns(format_value(name)))
+        line += " " * max(bool(line), end - columns(line) - columns(cell)) + cell
+    return line

@@ -41,6 +41,7 @@ from learnerkit import (
     rmse,
 )
 from learnerkit.callbacks import progress
+from learnerkit.callbacks.recorder import format_row
 
 
 def learner(metrics=(mae,), dls=None, cbs=(), recorder=None, **kwargs):
@@ -672,6 +673,16 @@ def test_the_table_has_a_header_and_a_row_for_each_epoch(capsys):
         assert [float(cell) for cell in cells[1:4]] == pytest.approx(learn.recorder.values[epoch], abs=1e-6)
     learn.fit(1)
     assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+def test_wide_cells_leave_the_others_under_their_names_and_tiny_numbers_have_digits():
+    names = ["epoch", "train_loss", "valid_loss", "mse", "tiny", "time"]
+    rows = [["1000 67%", 0.5, 1.0, -12345.678, 0.0, "00:00.1"], [7, -1.2e8, 123456.0, 1e-5, 3.21e-7, "10:00:00"]]
+    assert [format_row(names, row) for row in (names, *rows)] == [
+        "epoch  train_loss  valid_loss        mse       tiny     time",
+        "1000 67% 0.500000    1.000000 -12345.678000 0.000000 00:00.1",
+        "    7    -1.2e+08   1.235e+05   0.000010   3.21e-07 10:00:00",
+    ]
 
 
 def test_a_logger_of_ones_own_gets_the_rows():
