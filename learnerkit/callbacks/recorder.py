@@ -865,7 +865,7 @@ def format_value(value: Any) -> str:
 
 
 def format_row(names: list[str], row: list) -> str:
-    """Return a line of the table, its cells right-aligned under the names; one that is wider takes space of the next."""
+    """Return a line of the table, its cells right-aligned under the names; a wider one takes space of the next."""
     widths = {"epoch": 5, "time": 7}
     line, end = "", -2
     for name, cell in zip(names, map(format_value, row), strict=True):

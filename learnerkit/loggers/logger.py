@@ -1,7 +1,7 @@
 """The base of all loggers: which numbers are written, when, and how a run goes on in the next fit or after a kill."""
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from glob import glob
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,8 +16,10 @@ from learnerkit.callbacks.training import NamedState
 from learnerkit.checkpoints.state import configuration
 from learnerkit.data.show import pyplot
 from learnerkit.files import plain_name
+from learnerkit.host_scalars import HostScalars
 from learnerkit.loggers.facts import code, fingerprint
 from learnerkit.marks import not_collective
+from learnerkit.metrics import weighted_mean
 from learnerkit.state import Learner, State
 from learnerkit.text import in_one_line
 from learnerkit.utils import unwrap, warn
@@ -205,13 +207,14 @@ class Logger(NamedState):
             return
         recorder = self.learn.recorder
         losses = recorder.losses if wait else recorder.recent_losses()
-        logged = {name: each.values.all() if wait else each.values.poll() for name, each in recorder.logged.items()}
+        read = HostScalars.all if wait else HostScalars.poll
+        logged = {name: (read(each.values), read(each.weights)) for name, each in recorder.logged.items()}
         records = []
         for record, n_losses, spans in self._pending:
-            have_come = [end <= len(logged.get(name, ())) for name, (_, end) in spans.items()]
+            have_come = [end <= min(map(len, logged.get(name, ((),)))) for name, (_, end) in spans.items()]
             if not (wait or (n_losses <= len(losses) and all(have_come))):
                 break
-            means = {name: _mean(logged.get(name, [])[start:end]) for name, (start, end) in spans.items()}
+            means = {name: _mean(*logged.get(name, ((), ())), *span) for name, span in spans.items()}
             loss = {"loss": losses[n_losses - 1]} if 0 < n_losses <= len(losses) else {}
             records.append(record._replace(values={**loss, **record.values, **means}))
         del self._pending[: len(records)]
@@ -410,8 +413,10 @@ _FORMATS = (".safetensors", ".pt2", ".onnx")
 """The suffixes of `learn.export`."""
 
 
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values) if values else float("nan")
+def _mean(values: Sequence[float], weights: Sequence[float], start: int, end: int) -> float:
+    """Return the mean of a range of values that the table has, too, if the range is a whole epoch."""
+    counted = [(value, weight) for value, weight in zip(values[start:end], weights[start:end], strict=True) if weight]
+    return weighted_mean(sum(v * w for v, w in counted), sum(w for _, w in counted), sharded=False)
 
 
 def _as_dict(config: Any) -> dict[str, Any]:

@@ -85,6 +85,17 @@ def test_every_few_steps_means_of_logged_values_and_the_epochs_end():
     assert [record["loss"] for record in steps] == [learn.recorder.losses[i - 1] for i in (3, 5, 6, 9, 10)]
 
 
+def test_the_mean_of_logged_values_over_an_epoch_is_that_of_the_table():
+    def log(cb):
+        if cb.iter == 1:
+            cb.learn.loss_count = 0  # of such a batch the loss may be NaN
+        cb.learn.log_metric("n", cb.iter if cb.iter != 1 else float("nan"))
+
+    learner(JSONLogger(every=100), Callback(after_loss=lambda cb: cb.training and log(cb)), train=18).fit(1)
+    _, (step,), (row,) = lines()
+    assert step["n"] == row["n"] == pytest.approx((4 * (0 + 2 + 3) + 2 * 4) / 14)
+
+
 def test_nothing_waits_for_the_device_in_an_epoch(monkeypatch):
     waits, done = [], []
     monkeypatch.setattr("learnerkit.loggers.logger._SECONDS", 0)
