@@ -512,6 +512,9 @@ class Recorder(Callback):
             lr = self._last_opt.param_groups[-1]["lr"]
             # If the rate is a tensor, which only user code makes it, this is a host-device sync.
             self.lrs.append(lr if type(lr) is float else float(lr))
+        else:
+            for values in self.hps.values():  # A schedule has set those of this batch, which was cancelled.
+                del values[len(self.lrs) :]
 
     @collective
     def after_epoch(self) -> None:
@@ -576,9 +579,10 @@ class Recorder(Callback):
         steps = [(total if sums else total / n) if n else None for total, n in zip(totals, counts, strict=True)]
         self._tell_not_finite(steps)
         self._smooth.close(list(compress(steps, begun)))  # Steps that all ranks have cancelled are not recorded.
-        lrs = self.lrs[self._first_batch :]
-        lrs += self.lrs[-1:] * (len(steps) - len(lrs))  # This rank may have left early, or late.
-        self.lrs[self._first_batch :] = compress(lrs, begun)
+        for values in (self.lrs, *self.hps.values()):
+            of_epoch = values[self._first_batch :]
+            of_epoch += values[-1:] * (len(steps) - len(of_epoch))  # This rank may have left early, or late.
+            values[self._first_batch :] = compress(of_epoch, begun)
         self._in_epoch = False
         if self._train.loss.parts:
             return self._train.mean_loss()

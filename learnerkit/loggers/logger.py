@@ -189,7 +189,8 @@ class Logger(NamedState):
         step = len(recorder.lrs)
         if step <= self._noted:
             return
-        rates = {"lr": recorder.lrs[-1]} | {name: values[-1] for name, values in recorder.hps.items() if values}
+        rates = {"lr": recorder.lrs[-1]}
+        rates |= {name: values[step - 1] for name, values in recorder.hps.items() if len(values) >= step}
         now = {name: len(logged.values) for name, logged in recorder.logged.items()}
         if taken := now.keys() & {"step", "loss", *rates}:
             raise ValueError(

@@ -327,6 +327,16 @@ def test_a_cancelled_batch_counts_for_nothing():
     assert learn.recorder.iters == [1]
 
 
+@pytest.mark.parametrize("order", [0, 99])
+@pytest.mark.parametrize("error", [CancelBatchException, CancelEpochException])
+def test_the_rates_of_a_schedule_are_those_of_the_batches_that_count(error, order):
+    cancel = raising("before_batch", error, lambda cb: cb.training and cb.iter == 1, order=order)
+    learn = learner(cbs=cancel)
+    learn.fit_one_cycle(2, 0.1)
+    assert learn.recorder.hps["lr"] == learn.recorder.lrs
+    assert {len(values) for values in learn.recorder.hps.values()} == {len(learn.recorder.losses)}
+
+
 def test_metrics_leave_out_a_batch_that_was_cancelled_before_its_prediction():
     cancel = raising("before_batch", CancelBatchException, lambda cb: not cb.training)
     learn = learner(dls=make_dls(valid=8), cbs=cancel)
