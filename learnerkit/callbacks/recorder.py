@@ -43,6 +43,7 @@ class LossMeter(WeighedScalars):
         super().__init__()
         self.parts = {name: WeighedScalars() for name in parts}
         self.cancelled: list[bool] = []  # whether each batch was cancelled before its loss
+        self.n_cancelled = 0
         self.steps = 0  # up to the last step in which this rank had samples
 
     def update(self, learn: "Learner") -> None:
@@ -51,6 +52,7 @@ class LossMeter(WeighedScalars):
         if cancelled := loss is None:
             loss, count = 0.0, 0
         self.cancelled.append(cancelled)
+        self.n_cancelled += cancelled
         # On the CPU the number is read at once, which is faster than keeping the tensor.
         self.append(loss.item() if type(loss) is Tensor and loss.is_cpu else loss, count)
         if learn.batch_size:
@@ -97,6 +99,7 @@ class LossMeter(WeighedScalars):
         """
         self.steps = max(rank["steps"] for rank in ranks)
         self.cancelled = [all(each) for each in zip_longest(*(rank["cancelled"] for rank in ranks), fillvalue=True)]
+        self.n_cancelled = sum(self.cancelled)
         states = [rank["losses"] for rank in ranks]
         pairs = (zip(state["values"], state["weights"], strict=True) for state in states)
         for step in zip_longest(*pairs, fillvalue=(0.0, 0.0)):
@@ -523,7 +526,7 @@ class Recorder(Callback):
             if self.learn.dls.valid is not None:
                 values += self._columns([self._valid.mean_loss(), *self._valid.metrics()])
             logged = self._logged_means()
-        self._write(self.learn.epoch, values, logged)
+        self._write(self.learn.epoch, values, logged, len(self.lrs))
         self._written = self.learn.n_fits, self.learn.epoch
         self.logged = {}
         self._start_epoch()
@@ -540,8 +543,9 @@ class Recorder(Callback):
             values = [self._train.mean_loss(), *self._train.metrics()]
             values += self._columns(validation if self._valid_meters else validation[:1])
             logged = self._logged_means()
+            begun = self._train.loss.totals(self._train.weighting.sums, self._train.sharded)[2]
         epoch = f"{learn.epoch} {(learn.iter + 1) / learn.n_iter:.0%}" if learn.n_iter else learn.epoch
-        self._write(epoch, values, logged)
+        self._write(epoch, values, logged, self._first_batch + sum(map(bool, begun)))
 
     @collective
     def _columns(self, validation: list[float]) -> list[float]:
@@ -552,13 +556,13 @@ class Recorder(Callback):
         self._has_valid_loss = not (distributed.reduce(absent, "max") if self.learn.n_ranks > 1 else absent)
         return validation if self._has_valid_loss else validation[1:]
 
-    def _write(self, epoch: int | str, values: list[float], logged: dict[str, float]) -> None:
+    def _write(self, epoch: int | str, values: list[float], logged: dict[str, float], n_batches: int) -> None:
         # Columns keep the order of the last row.
         logged = {name: logged[name] for name in (*self.metric_names, *logged) if name in logged}
         self.metric_names = ["epoch", *self._names(), *logged, *(["time"] if self.add_time else [])]
         self.final_record = [*values, *logged.values()]
         self.values.append(self.final_record)
-        self.iters.append(len(self.lrs))
+        self.iters.append(n_batches)
         duration = [format_time(time.perf_counter() - self._start_time)] if self.add_time else []
         self.log = [epoch, *self.final_record, *duration]
         self._table.append(dict(zip(self.metric_names, self.log, strict=True)))

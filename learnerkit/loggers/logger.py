@@ -131,7 +131,7 @@ class Logger(NamedState):
 
     def before_epoch(self) -> None:
         learn = self.learn
-        self._rows, self._noted = len(learn.recorder.values), len(learn.recorder.lrs)
+        self._rows, self._noted = len(learn.recorder.values), self._steps()
         self._next = 0.0
         if learn.train_iter == 0 or learn.epoch > learn.start_epoch:
             self._use()  # Otherwise the first batch does, since a checkpoint may be loaded before it.
@@ -141,7 +141,7 @@ class Logger(NamedState):
 
     def after_batch(self) -> None:
         self._note_row()
-        if self.every and not len(self.learn.recorder.lrs) % self.every:
+        if self.every and not self._steps() % self.every:
             self._note_step()
         if monotonic() >= self._next:
             self._write_notes()
@@ -180,24 +180,32 @@ class Logger(NamedState):
             row = dict(zip(recorder.metric_names, recorder.log, strict=True))
             self._pending.append(_Note(Record(self._before + recorder.iters[-1], row, is_row=True)))
 
+    def _steps(self) -> int:
+        """Return the steps of this fit; on several ranks without those of the epoch that this rank has cancelled.
+
+        Those that all ranks have cancelled leave the recorder at the end of the epoch.
+        """
+        recorder = self.learn.recorder
+        return len(recorder.lrs) - recorder._train.loss.n_cancelled
+
     def _note_step(self) -> None:
         """Note the rates of the last step, and the numbers of losses and logged values, if they are new.
 
         It never waits for the device.
         """
         recorder, seen = self.learn.recorder, self._seen
-        step = len(recorder.lrs)
+        step, at = self._steps(), len(recorder.lrs)
         if step <= self._noted:
             return
         rates = {"lr": recorder.lrs[-1]}
-        rates |= {name: values[step - 1] for name, values in recorder.hps.items() if len(values) >= step}
+        rates |= {name: values[at - 1] for name, values in recorder.hps.items() if len(values) >= at}
         now = {name: len(logged.values) for name, logged in recorder.logged.items()}
         if taken := now.keys() & {"step", "loss", *rates}:
             raise ValueError(
                 f"log_metric got {min(taken)!r}, which {self!r} writes for each step itself; choose another name"
             )
         logged = {name: (seen.get(name, 0), end) for name, end in now.items() if end > seen.get(name, 0)}
-        self._pending.append(_Note(Record(self._before + step, rates, is_row=False), step, logged))
+        self._pending.append(_Note(Record(self._before + step, rates, is_row=False), at, logged))
         self._seen, self._noted = now, step
 
     def _write_notes(self, wait: bool = False) -> None:

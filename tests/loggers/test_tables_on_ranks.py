@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 from helpers import make_data, make_learner
 
-from learnerkit import CSVLogger, DataLoaders, JSONLogger, distributed, mae
+from learnerkit import (
+    Callback,
+    CancelBatchException,
+    CSVLogger,
+    DataLoaders,
+    JSONLogger,
+    ValidateEvery,
+    distributed,
+    mae,
+)
 
 
 @pytest.mark.ranks(2, soak=[3])
@@ -26,3 +35,28 @@ def test_rank_0_alone_writes_and_its_rows_are_global(tmp_path):
     assert config["config"]["ranks"] == distributed.world_size()
     assert [r["step"] for r in records if "epoch" not in r] == list(range(1, recorder.iters[-1] + 1))
     assert [r["mae"] for r in records if "epoch" in r] == [row[2] for row in recorder.values]
+
+
+@pytest.mark.ranks(2, soak=[3])
+@pytest.mark.parametrize("who", ["all", "rank 0"])
+def test_steps_that_are_cancelled_are_not_there_and_the_others_rise(tmp_path, who):
+    dls = DataLoaders.from_datasets(make_data(20), make_data(7, seed=1), bs=4, device="cpu")
+
+    def cancel(cb):
+        if cb.training and cb.iter in (0, 3) and (who == "all" or distributed.is_main()):
+            raise CancelBatchException
+
+    cbs = [JSONLogger(), ValidateEvery(2), Callback(before_batch=cancel, order=70)]
+    learn = make_learner(dls, metrics=mae, cbs=cbs, path=tmp_path)
+    with learn.distrib_ctx(split_batches=True):
+        learn.fit_one_cycle(2, 0.1)
+    distributed.barrier()  # until rank 0 has closed its file
+    _, *records = map(json.loads, Path(tmp_path, "history.jsonl").read_text().splitlines())
+    steps = [r["step"] for r in records if "epoch" not in r]
+    rows = [r["step"] for r in records if "epoch" in r]
+    if who == "all":
+        assert (steps, rows) == ([1, 2, 3, 4, 5, 6], [1, 2, 3, 3, 5, 6])  # as on one process
+        assert [r["lr"] for r in records if "epoch" not in r] == learn.recorder.lrs == learn.recorder.hps["lr"]
+    else:
+        assert (steps, rows) == ([1, 2, 3, 6, 7, 8], [2, 4, 5, 6, 8, 10])
+    assert rows == learn.recorder.iters
