@@ -61,8 +61,6 @@ class TensorBoardCallback(Tracker):
         self.log_dir = None if log_dir is None else name_or_path(log_dir, "learn.path/runs")
 
     def _open(self) -> Any:
-        from torch.utils.tensorboard import SummaryWriter
-
         hidden_from = self._newest + 1 if self._goes_back else None
         if self._id is None:
             name = self.log_dir or f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{secrets.token_hex(2)}"
@@ -70,8 +68,7 @@ class TensorBoardCallback(Tracker):
             hidden_from = 0
         elif self._goes_back and _has_row(self._id, self._newest):
             self._there = -1, self._newest  # the row of an epoch may come after a checkpoint of its last step
-        _wait_for_a_later_name(self._id)
-        self._native = SummaryWriter(self._id, purge_step=hidden_from)
+        self._native = _writer_of_last_file(self._id, hidden_from)
         return self._native
 
     def _write_config(self, config: dict[str, Any]) -> None:
@@ -93,13 +90,32 @@ class TensorBoardCallback(Tracker):
         self._handle.close()
 
 
-def _wait_for_a_later_name(folder: str) -> None:
-    """Wait until a new event file's name sorts after those of other processes: TensorBoard reads them in that order.
+def _writer_of_last_file(folder: str, purge_step: int | None) -> Any:
+    """Return a writer of an event file whose name sorts after all others: TensorBoard reads them in that order.
 
-    Names begin with the second in which a file was made, and go on with the process's number.
+    Names begin with the second in which a file was made, and go on with the process's number, and that of its file.
     """
-    parts = [path.name.split(".") for path in Path(folder).glob("events.out.tfevents.*")]
+    from torch.utils.tensorboard import SummaryWriter
+
+    before = {*Path(folder).glob(_EVENTS)}
+    parts = [path.name.split(".") for path in before]
     seconds = [int(second) for _, _, _, second, *rest in parts if second.isdigit() and str(os.getpid()) not in rest]
+    _wait_until_after(seconds)
+    writer = SummaryWriter(folder, purge_step=purge_step)
+    new = {*Path(folder).glob(_EVENTS)} - before
+    if before and max(new) < max(before):  # The file's number has another digit, and '10' sorts before '9'.
+        writer.close()
+        for path in new:
+            path.unlink()
+        _wait_until_after([int(time.time())])
+        writer = SummaryWriter(folder, purge_step=purge_step)
+    return writer
+
+
+_EVENTS = "events.out.tfevents.*"
+
+
+def _wait_until_after(seconds: list[int]) -> None:
     while seconds and 0 <= max(seconds) - int(time.time()) < 2:  # A clock may have been set back.
         time.sleep(0.02)
 
@@ -110,7 +126,7 @@ def _has_row(folder: str, step: int) -> bool:
 
     return any(
         event.step == step and any(value.tag == "train_loss" for value in event.summary.value)
-        for path in Path(folder).glob("events.out.tfevents.*")
+        for path in Path(folder).glob(_EVENTS)
         for event in EventFileLoader(str(path)).Load()
     )
 

@@ -192,6 +192,16 @@ def test_tensorboard_reads_the_files_of_several_processes_in_the_order_of_their_
     assert sorted(path.name for path in tmp_path.iterdir())[0] == others.name
 
 
+@pytest.mark.slow
+def test_fits_of_one_second_are_read_in_order_when_the_number_of_a_file_gets_a_digit(tmp_path, monkeypatch):
+    writers = pytest.importorskip("tensorboard.summary.writer.event_file_writer")
+    monkeypatch.setattr(writers, "_global_uid", writers.AtomicCounter(8))
+    learn = make_learner(make_dls(8), cbs=TensorBoardCallback(tmp_path))
+    for _ in range(3):
+        learn.fit(1)
+    assert [step for step, _ in scalars(tmp_path)["train_loss"]] == [2, 4, 6]
+
+
 def test_tensorboard_goes_on_in_the_same_directory_without_doubles(tmp_path):
     pytest.importorskip("tensorboard")
     learn = killed_and_resumed(tmp_path, TensorBoardCallback)
