@@ -131,7 +131,7 @@ class Logger(NamedState):
 
     def before_epoch(self) -> None:
         learn = self.learn
-        self._rows, self._noted = len(learn.recorder.values), self._steps()
+        self._rows, self._noted = len(learn.recorder.values), len(learn.recorder.lrs)
         self._next = 0.0
         if learn.train_iter == 0 or learn.epoch > learn.start_epoch:
             self._use()  # Otherwise the first batch does, since a checkpoint may be loaded before it.
@@ -181,12 +181,12 @@ class Logger(NamedState):
             self._pending.append(_Note(Record(self._before + recorder.iters[-1], row, is_row=True)))
 
     def _steps(self) -> int:
-        """Return the steps of this fit; on several ranks without those of the epoch that this rank has cancelled.
+        """Return the steps of this fit; on several ranks without those of the epoch that may not stay in the recorder.
 
-        Those that all ranks have cancelled leave the recorder at the end of the epoch.
+        These are what this rank has cancelled, and an empty batch at the end of a loader without length.
         """
         recorder = self.learn.recorder
-        return len(recorder.lrs) - recorder._train.loss.n_cancelled
+        return len(recorder.lrs) - recorder._train.loss.n_cancelled - getattr(self.learn.dl, "is_last", False)
 
     def _note_step(self) -> None:
         """Note the rates of the last step, and the numbers of losses and logged values, if they are new.

@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 from helpers import make_data, make_learner
+from torch.utils.data import IterableDataset
 
 from learnerkit import (
     Callback,
     CancelBatchException,
     CSVLogger,
     DataLoaders,
+    GradientAccumulation,
     JSONLogger,
     ValidateEvery,
     distributed,
@@ -60,3 +62,21 @@ def test_steps_that_are_cancelled_are_not_there_and_the_others_rise(tmp_path, wh
     else:
         assert (steps, rows) == ([1, 2, 3, 6, 7, 8], [2, 4, 5, 6, 8, 10])
     assert rows == learn.recorder.iters
+
+
+class Stream(IterableDataset):
+    """Samples without a length."""
+
+    def __iter__(self):
+        return iter(make_data(8))
+
+
+@pytest.mark.ranks(2)
+def test_an_empty_batch_that_ends_an_accumulated_step_is_no_step(tmp_path):
+    dls = DataLoaders.from_datasets(Stream(), bs=2, device="cpu")
+    learn = make_learner(dls, cbs=[JSONLogger(), GradientAccumulation(n_batches=3)], path=tmp_path)
+    with learn.distrib_ctx():
+        learn.fit(2)
+    distributed.barrier()  # until rank 0 has closed its file
+    _, *records = map(json.loads, Path(tmp_path, "history.jsonl").read_text().splitlines())
+    assert [r["step"] for r in records] == [1, 2, 2, 3, 4, 4]
