@@ -4,6 +4,7 @@ A job is a mapping from names of OPTIONS to one of their values; about half of i
 """
 
 import csv
+import json
 import random
 from contextlib import nullcontext, suppress
 from copy import deepcopy
@@ -42,6 +43,7 @@ from learnerkit import (
     GradientAccumulation,
     GradientClip,
     GradientNoiseScale,
+    JSONLogger,
     Learner,
     Metric,
     MixedPrecision,
@@ -637,6 +639,7 @@ def make_callbacks(job, folder, model):
         job["act"] and Callback(**ACTS[job["act"]]),
         job["schedule"] and ParamScheduler({"weight_decay": SchedCos(0.1, 0.0)}),
         CSVLogger(Path(folder, "log.csv")),
+        JSONLogger(Path(folder, "log.jsonl")),
         job["inside"] and Callback(**{job["inside"]: evaluate}),
         job["tracker"] == "save" and SaveModelCallback(fname=Path(folder, "best")),
         job["tracker"] == "early stop" and EarlyStoppingCallback(patience=1),
@@ -856,6 +859,21 @@ def logged(path):
         return [[float(v or "nan") for name, v in row.items() if is_compared(name)] for row in csv.DictReader(file)]
 
 
+def records(path, recorder):
+    """The records of a JSON file: of steps, whose losses are a rank's, the rates; of rows what is compared.
+
+    Each step of all fits has one, and its rate is the recorder's.
+    """
+    found = [json.loads(line) for line in path.read_text().splitlines()[1:]]
+    lrs = [lr for fit in (*recorder.history, recorder) for lr in fit.lrs]
+    steps = [record for record in found if "epoch" not in record]
+    assert [(record["step"], record["lr"]) for record in steps] == list(enumerate(lrs, 1))
+    rates = {"step", "lr", "momentum", "weight_decay"}
+    return [
+        {k: v for k, v in record.items() if k in rates or ("epoch" in record and is_compared(k))} for record in found
+    ]
+
+
 def run(job, folder, how="whole", shard=False):
     """Train and evaluate; return what a job comes to on this rank.
 
@@ -891,6 +909,7 @@ def run(job, folder, how="whole", shard=False):
                 rows.append(rows_of(learn.recorder))
                 evaluations += do_after(learn, job, batch, folder)
             change(learn, job, batch)
+    is_read = distributed.is_main() and how != "stopped"
     states = [s for opt in learn.opts for _, s in sorted(opt.state_dict()["state"].items())]
     return {
         "weights": {name: value.clone() for name, value in learn.model.state_dict().items()},
@@ -899,6 +918,7 @@ def run(job, folder, how="whole", shard=False):
         "losses": learn.recorder.losses,
         "lrs": learn.recorder.lrs,
         "evaluations": evaluations,
-        "logged": logged(Path(folder, "log.csv")) if distributed.is_main() and how != "stopped" else [],
+        "logged": logged(Path(folder, "log.csv")) if is_read else [],
+        "records": records(Path(folder, "log.jsonl"), learn.recorder) if is_read else [],
         "drawn": torch.rand(2),
     }
