@@ -1,7 +1,7 @@
 """The base of all loggers: which numbers are written, when, and how a run goes on in the next fit or after a kill."""
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from glob import glob
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +19,6 @@ from learnerkit.files import plain_name
 from learnerkit.host_scalars import HostScalars
 from learnerkit.loggers.facts import code, fingerprint
 from learnerkit.marks import not_collective
-from learnerkit.metrics import weighted_mean
 from learnerkit.state import Learner, State
 from learnerkit.text import in_one_line
 from learnerkit.utils import unwrap, warn
@@ -223,7 +222,7 @@ class Logger(NamedState):
             have_come = [end <= min(map(len, logged.get(name, ((),)))) for name, (_, end) in spans.items()]
             if not (wait or (n_losses <= len(losses) and all(have_come))):
                 break
-            means = {name: _mean(*logged.get(name, ((), ())), *span) for name, span in spans.items()}
+            means = {name: _mean(logged.get(name, ([], [])), *span) for name, span in spans.items()}
             loss = {"loss": losses[n_losses - 1]} if 0 < n_losses <= len(losses) else {}
             records.append(record._replace(values={**loss, **record.values, **means}))
         del self._pending[: len(records)]
@@ -422,10 +421,12 @@ _FORMATS = (".safetensors", ".pt2", ".onnx")
 """The suffixes of `learn.export`."""
 
 
-def _mean(values: Sequence[float], weights: Sequence[float], start: int, end: int) -> float:
-    """Return the mean of a range of values that the table has, too, if the range is a whole epoch."""
-    counted = [(value, weight) for value, weight in zip(values[start:end], weights[start:end], strict=True) if weight]
-    return weighted_mean(sum(v * w for v, w in counted), sum(w for _, w in counted), sharded=False)
+def _mean(logged: tuple[list[float], list[float]], start: int, end: int) -> float:
+    """Return the mean of a range of values with their weights, as the table has it of a whole epoch."""
+    values, weights = (part[start:end] for part in logged)
+    counted = [(value, weight) for value, weight in zip(values, weights, strict=True) if weight]
+    count = sum(weight for _, weight in counted)
+    return sum(value * weight for value, weight in counted) / count if count else float("nan")
 
 
 def _as_dict(config: Any) -> dict[str, Any]:
