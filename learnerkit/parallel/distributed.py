@@ -165,7 +165,7 @@ class DistributedCallback(Callback):
 
     def tell_once(self, message: str, by: Callable[[str], object] = distributed.warn) -> None:
         """Say something on rank 0, once for this callback; another callback may say the same."""
-        if message not in self._told:
+        if distributed.is_main() and message not in self._told:
             self._told.add(message)
             by(message)
 
