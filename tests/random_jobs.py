@@ -874,7 +874,7 @@ def records(path, recorder):
     ]
 
 
-def run(job, folder, how="whole", shard=False):
+def run(job, folder, how="whole", shard=False, nproc=None):
     """Train and evaluate; return what a job comes to on this rank.
 
     Args:
@@ -882,6 +882,7 @@ def run(job, folder, how="whole", shard=False):
         folder: for its files.
         how: "whole"; "stopped": a checkpoint is left in the folder; or "resumed": from this checkpoint.
         shard: whether its model is sharded.
+        nproc: the number of workers of a notebook, in which this runs.
     """
     set_seed(job["seed"])
     cbs, partner_cbs = [], []
@@ -892,16 +893,17 @@ def run(job, folder, how="whole", shard=False):
     if how == "stopped":
         stops = cbs if job["stops"] == "the job" else partner_cbs
         stops.append(raise_at(job["stop"], Stopped, at=job["stop_at"]))
-    batch = job["batch"] // (1 if job["split_batches"] else distributed.world_size())
+    batch = job["batch"] // (1 if job["split_batches"] else nproc or distributed.world_size())
     learn = make(job, folder, cbs, batch)
     partner = make_partner(job, learn, folder, partner_cbs, batch) if job["partner"] else None
     rows, evaluations = [], []
-    context = partial(learn.distrib_ctx, split_batches=job["split_batches"], **({"shard": True} if shard else {}))
+    options = {"split_batches": job["split_batches"], "shard": shard} | ({"nproc": nproc} if nproc else {})
+    context = partial(learn.distrib_ctx, **options)
     outer, inner = (nullcontext, context) if job["context"] == "of each" else (context, nullcontext)
     with learn.no_bar(), learn.no_logging(), suppress(Stopped), outer():
         for name in ("first", "second", "third")[: job["fits"]]:
             if partner is not None:
-                with partner.no_bar(), partner.no_logging(), partner.distrib_ctx(split_batches=job["split_batches"]):
+                with partner.no_bar(), partner.no_logging(), partner.distrib_ctx(**options):
                     partner.fit(1)
                     evaluations += partner.recorder.losses
             with inner():

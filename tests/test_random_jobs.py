@@ -5,6 +5,8 @@ A test that fails prints the job: what OPTIONS of random_jobs.py have other valu
 
 import pytest
 import torch
+from helpers import ROOT
+from kernel import Kernel
 from random_jobs import OPTIONS, draw, run
 from rank_pool import Ranks
 
@@ -63,3 +65,32 @@ def test_a_job_of_two_ranks_goes_on_on_three_ranks(on, seed, shard):
     job["train_metrics"] = False  # those of the epoch in which it stopped are nan
     on(2, job, how="stopped", shard=shard)
     assert_near(on(3, job, how="resumed", shard=shard), on(1, job))
+
+
+CELL = """
+import sys
+sys.path.insert(0, {tests!r})
+import torch
+from random_jobs import run
+torch.set_num_threads(1)
+torch.save(run({job!r}, {folder!r}, nproc=2), {file!r})
+"""
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory):
+    kernel = Kernel(tmp_path_factory.mktemp("kernel"))
+    yield kernel
+    kernel.close()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(30))
+def test_a_job_of_a_notebook_equals_one_of_two_ranks(on, kernel, tmp_path, seed):
+    job = drawn(seed, ranks=(1, 2))
+    (tmp_path / "there").mkdir()
+    file = str(tmp_path / "result")
+    cell = CELL.format(tests=str(ROOT / "tests"), job=job, folder=str(tmp_path / "there"), file=file)
+    shown = kernel.run(cell)
+    assert shown.error == "", shown.traceback
+    assert_near(torch.load(file, weights_only=False), on(2, job))
