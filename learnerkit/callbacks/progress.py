@@ -52,7 +52,7 @@ class ProgressCallback(Callback):
                 learn.logger.header()
 
     def _is_live(self) -> bool:
-        return self._page is not None or sys.stderr.isatty()
+        return self._page is not None or (sys.stderr is not None and sys.stderr.isatty())
 
     def before_train(self) -> None:
         learn = self.learn
@@ -120,7 +120,11 @@ class ProgressCallback(Callback):
 
 
 def print_above(line: str) -> None:
-    """Print a line above the bar, if there is one."""
+    """Print a line above the bar, if there is one; letters that the output does not have are escaped."""
+    if sys.stdout is None:  # The caller has closed it, as a shell does by `>&-`; `print` drops the line then, too.
+        return
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    line = line.encode(encoding, "backslashreplace").decode(encoding)
     tqdm.write(line, file=sys.stdout)  # This clears the bars, writes the line and draws them again.
     sys.stdout.flush()  # A log file can then be followed.
 

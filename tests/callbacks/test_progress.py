@@ -1,6 +1,7 @@
 """Progress: plain lines in a pipe, a bar in a terminal, one live output in a notebook."""
 
 import fcntl
+import io
 import os
 import pty
 import re
@@ -138,6 +139,24 @@ def test_a_row_that_is_printed_is_flushed(capsys, monkeypatch):
     learn.fit(3)
     assert sum(flushed) + len(capsys.readouterr().out.splitlines()) == 4
     assert flushed[1:] in ([2, 1], [1, 1])
+
+
+@pytest.mark.parametrize("closed", ["stdout", "stderr"])
+def test_a_fit_goes_on_where_the_caller_has_closed_a_standard_file(closed, monkeypatch):
+    # Python sets it to None then, as after `python train.py >&-`.
+    learn = make_learner()
+    monkeypatch.setattr(sys, closed, None)
+    learn.fit(1)
+    learn.say("the end")
+    assert learn.recorder.values
+
+
+def test_letters_that_the_output_does_not_have_are_escaped(monkeypatch):
+    # A fit must not end after an epoch because of the name of a metric.
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stream)
+    progress.print_above("größe")
+    assert stream.buffer.getvalue() == b"gr\\xf6\\xdfe\n"
 
 
 # The notebook
