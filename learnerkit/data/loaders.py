@@ -26,6 +26,7 @@ from learnerkit.data.rows import IndexBatches, RowsLoader
 from learnerkit.data.stream import (
     PerSample,
     begin_worker,
+    check_socket_path,
     draws_globally,
     handles_signals,
     replaced_sampler,
@@ -416,6 +417,8 @@ class DataLoaders:
             copied = with_batches(dl, dataset=dataset, **replaced_sampler(dl))
             if self._owns(dl):
                 self._twins[key] = dl, copied
+        if starts_workers(dl):
+            check_socket_path()
         if per_sample or starts_workers(dl):  # set again, as this process may handle signals by now
             copied.worker_init_fn = partial(begin_worker, dl.worker_init_fn, per_sample, handles_signals())
         return copied

@@ -1,12 +1,15 @@
 """The index stream of a loader, from a position on and for one rank, and its random numbers."""
 
+import os
 import signal
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
 from math import inf
+from multiprocessing.connection import arbitrary_address  # type: ignore[attr-defined]  # typeshed lacks it
 from typing import Any, cast
 
 import torch
@@ -32,6 +35,7 @@ from learnerkit.data.rows import IndexBatches, draw_seed
 from learnerkit.distributed import seeds
 from learnerkit.marks import collective
 from learnerkit.state import Learner
+from learnerkit.text import printable
 from learnerkit.torch_internals import set_worker_dataset
 from learnerkit.values import same
 
@@ -361,6 +365,23 @@ def handles_signals() -> bool:
 def starts_workers(dl: DataLoader) -> bool:
     """Tell whether a loader reads in worker processes."""
     return dl.num_workers > 0 and not getattr(dl, "reads_rows", False)
+
+
+def check_socket_path() -> None:
+    """Check that loader workers can make the sockets in the temporary directory by which they hand tensors over.
+
+    A worker that cannot would drop each batch, and the reading process would wait for it without end.
+
+    Raises:
+        OSError: nothing can be made in the temporary directory.
+        ValueError: its path is too long for sockets.
+    """
+    path, limit = arbitrary_address("AF_UNIX"), 103 if sys.platform == "darwin" else 107
+    if (over := len(os.fsencode(path)) - limit) > 0:
+        raise ValueError(
+            f"the path of the temporary directory is too long for the sockets of loader workers, by {over} bytes "
+            f"({printable(path)}): let TMPDIR name a directory with a short path, such as /tmp, or give num_workers=0"
+        )
 
 
 # The context of a reading

@@ -1,5 +1,6 @@
 """The random numbers of those who fetch samples: loader workers, and each sample by itself."""
 
+import multiprocessing
 import pickle
 import random
 import signal
@@ -122,6 +123,15 @@ def test_workers_leave_signals_to_a_process_that_handles_them_by_now():
     finally:
         signal.signal(signal.SIGTERM, before)
     assert told == [False, True]
+
+
+@pytest.mark.timeout(60)
+def test_workers_need_a_temporary_directory_with_a_short_path(monkeypatch):
+    # The socket of a worker would have more than the 108 bytes that the system has for its path.
+    monkeypatch.setitem(multiprocessing.current_process()._config, "tempdir", f"/tmp/{'a' * 100}/pymp-12345678")
+    with pytest.raises(ValueError, match=r"too long for the sockets .* by \d+ bytes .* let TMPDIR name"):
+        read(Noisy(), num_workers=1)
+    assert read(Noisy(), num_workers=0).train
 
 
 class Editable(Dataset):
