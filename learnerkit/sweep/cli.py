@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from io import TextIOWrapper
 from pathlib import Path
 
-from learnerkit.launch.cli import Parser, choose_command, say_where_options_stand
+from learnerkit.launch.cli import Parser, choose_command, open_standard_files, say_where_options_stand
 from learnerkit.launch.gpus import choose_gpus, gpu_names
 from learnerkit.sweep.config import Config, ConfigError, changes, read_config
 from learnerkit.sweep.results import importances
@@ -50,6 +50,7 @@ def make_parser() -> Parser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
+    open_standard_files()
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # values may have letters that the terminal does not
     parser = make_parser()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from launching import environment
+from launching import SCRIPTS, environment
 from sweep_searches import LIMIT, Search, runs, states, wait_for, write_config
 
 from learnerkit import sweep
@@ -116,6 +116,15 @@ def test_it_goes_on_when_nobody_reads_what_it_prints(search):
     assert running.process.wait(LIMIT) == 0
     running.process.stdout = None
     assert [row.state for row in sweep.load("sweeps/c").trials] == ["complete"] * 2
+
+
+@pytest.mark.soak
+def test_standard_files_that_are_closed_are_no_obstacle():
+    write_config(maxCombo=1)
+    command = 'exec "$0" -m learnerkit.sweep c.json "$1" <&- >&- 2>&-'
+    words = [sys.executable, SCRIPTS / "sweep_trial.py"]
+    assert subprocess.run(["sh", "-c", command, *words], env=environment(), timeout=LIMIT).returncode == 0
+    assert [row.state for row in sweep.load("sweeps/c").trials] == ["complete"]
 
 
 @pytest.mark.soak
