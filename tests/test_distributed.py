@@ -40,6 +40,19 @@ def test_facts_come_from_the_environment_when_asked(monkeypatch):
     )
 
 
+def test_variables_that_are_empty_or_no_numbers(monkeypatch):
+    # A container may pass on variables that are empty where it was started.
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "")
+    assert (distributed.rank(), distributed.world_size(), distributed.local_rank()) == (0, 1, 0)
+    monkeypatch.setenv("RANK", "two")
+    with pytest.raises(ValueError, match="RANK=two: this must be a number, 0 or more"):
+        distributed.rank()
+    monkeypatch.setenv("LOCAL_RANK", "-1")
+    with pytest.raises(ValueError, match="LOCAL_RANK=-1: this must be a number, 0 or more"):
+        distributed.local_rank()
+
+
 def test_a_collective_inside_another_one_tells_of_a_lost_rank_once():
     with pytest.raises(distributed.PeerError) as caught, _explained("all_gather"), _explained("broadcast"):
         raise RuntimeError("Connection closed by peer")

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from learnerkit import utils
 from learnerkit.clusters import Place, find
+from learnerkit.clusters.place import integer
 from learnerkit.endings import mark
 
 T = TypeVar("T")
@@ -27,8 +28,10 @@ def place() -> Place:
     Raises:
         ValueError: the variables are incomplete or wrong, or two clusters disagree.
     """
-    number, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
-    return find(os.environ) or Place("", "RANK, WORLD_SIZE", int(number), int(size), is_rank=True)
+    if found := find(os.environ):
+        return found
+    number, size = integer(os.environ, "RANK", 0), integer(os.environ, "WORLD_SIZE", 1, least=1)
+    return Place("", "RANK, WORLD_SIZE", number, size, is_rank=True)
 
 
 def rank() -> int:
@@ -66,8 +69,8 @@ def local_rank() -> int:
 
     Ranks that do not know it (processes started by `mp.spawn`, say) take it from their rank and the number of devices.
     """
-    if "LOCAL_RANK" in os.environ:
-        return int(os.environ["LOCAL_RANK"])
+    if os.environ.get("LOCAL_RANK"):
+        return integer(os.environ, "LOCAL_RANK")
     if not is_joined():
         here = place()
         if here.local_rank is not None or not here.is_rank:
