@@ -14,11 +14,16 @@ def shared_file(size: int = 0) -> tuple[Any, str]:
 
     It is removed with this process, and is in memory where the system allows it.
     """
-    file: Any
+    file: Any = None
+    path = ""
     if hasattr(os, "memfd_create"):
         file = os.fdopen(os.memfd_create("learnerkit"), "r+b")
         path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
-    else:
+        # In a chroot /proc may be missing, and in a new PID namespace it may show the processes of another one.
+        if not (os.path.exists(path) and os.path.samefile(path, file.fileno())):
+            file.close()
+            file = None
+    if file is None:
         file = tempfile.NamedTemporaryFile(prefix="learnerkit-")  # noqa: SIM115 - it stays open while it is wanted
         path = file.name
     file.truncate(size)

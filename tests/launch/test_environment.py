@@ -1,6 +1,9 @@
 """The environment that the launcher and a notebook's workers share."""
 
+import os
 import sys
+
+import pytest
 
 from learnerkit.launch.environment import Topology, rank_environment
 from learnerkit.processes.machine import shared_file
@@ -62,3 +65,10 @@ def test_a_shared_file_is_found_by_its_path():
         file.write(b"abc")
         file.flush()
         assert again.read() == b"abc" + bytes(5)
+
+
+@pytest.mark.parametrize("process", [os.getppid(), 0])
+def test_a_shared_file_is_found_where_proc_has_not_this_process(process, monkeypatch):
+    # /proc is not mounted, or in a new PID namespace is that of another one, where the number is of another process.
+    monkeypatch.setattr(os, "getpid", lambda: process)
+    test_a_shared_file_is_found_by_its_path()
