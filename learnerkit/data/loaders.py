@@ -21,6 +21,7 @@ from torch.utils.data import (
 from learnerkit import distributed
 from learnerkit.data.batches import lengths_in, likely_sizes, loader_len, to_device
 from learnerkit.data.cuts import Dims, check_dims, parted, row_counts, rows_first
+from learnerkit.data.iterable import LoaderView
 from learnerkit.data.order import first_batch, has_index, keep_seeds, with_batches
 from learnerkit.data.rows import IndexBatches, RowsLoader
 from learnerkit.data.stream import (
@@ -663,6 +664,8 @@ _ADVICE = "give DataLoaders(..., batch_size=lambda batch: ...), a function that 
 
 def _drawn_by(dl: Any) -> tuple[int, int]:
     """Return the numbers of samples in a full batch and in all batches; (0, 0) if a loader does not draw by index."""
+    while isinstance(dl, LoaderView) and getattr(dl, "batch_sampler", None) is not None:
+        dl = dl.loader  # a short epoch, for one, has the first batches of its loader
     if not has_index(dl):
         return 0, 0
     batches: Any = dl.batch_sampler

@@ -11,6 +11,7 @@ from resume_jobs import Counting
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, TensorDataset
 
 from learnerkit import Callback, DataLoaders
+from learnerkit.callbacks.debugging import ShortEpochCallback
 from learnerkit.data.rows import RowsLoader
 
 Pair = namedtuple("Pair", "a b")
@@ -125,3 +126,30 @@ def test_options_of_from_datasets_reach_the_loaders():
     assert sum(len(b) for b in DataLoaders.from_datasets(Stream(), bs=2).train) == 5
     with pytest.raises(TypeError, match="batchsize"):
         DataLoaders.from_datasets(numbers(4), batchsize=3)
+
+
+class Graph:
+    """An object of another library with no length, whose samples only the loader knows, such as a batch of graphs."""
+
+    def __init__(self, samples):
+        self.x, self.y = (torch.stack(column) for column in zip(*samples, strict=True))
+
+
+class OfGraphs(DataLoaders):
+    def split(self, batch, arguments=None):
+        return (batch,), (batch.y,)
+
+
+class FromGraph(torch.nn.Linear):
+    def forward(self, graph):
+        return super().forward(graph.x)
+
+
+def test_a_view_of_a_loader_has_the_numbers_of_samples_that_the_loader_draws():
+    loader = DataLoader(TensorDataset(torch.randn(10, 4), torch.randn(10, 1)), 4, collate_fn=Graph)
+    learn = make_learner(OfGraphs(loader, device="cpu"), FromGraph(4, 1))
+    sizes = []
+    note = Callback(after_batch=lambda cb: sizes.append(cb.batch_size))
+    learn.fit(1, cbs=note)
+    learn.fit(1, cbs=[note, ShortEpochCallback(n=3)])
+    assert sizes == [4, 4, 2] * 2
