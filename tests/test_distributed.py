@@ -195,6 +195,8 @@ def test_collectives_combine_the_values_of_all_ranks():
     whole = distributed.gather_pieces(pieces)
     assert [t.shape[0] for t in whole] == [i % 3 for i in range(7)]
     assert (distributed.gather_pieces(pieces, "rank0") is not None) == (rank == 0)
+    named = distributed.gather_pieces([(rank, torch.full((1, 2), rank).as_subclass(Named))])
+    assert [(type(t), t.tolist()) for t in named] == [(torch.Tensor, [[i, i]]) for i in range(n)]
     entered = []
     with distributed.around_collectives(lambda: nullcontext(entered.append("once"))):
         distributed.gather_pieces(pieces)
@@ -204,6 +206,16 @@ def test_collectives_combine_the_values_of_all_ranks():
     distributed.barrier()
     with distributed.no_collectives("the test"), raises(RuntimeError, "the test called distributed.reduce"):
         distributed.reduce(1)
+
+
+class Named(torch.Tensor):
+    """A tensor with a name for each row, which it cannot tell of another shape, as MONAI's with their files."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.view:
+            raise ValueError("the names of the rows are lost")
+        return super().__torch_function__(func, types, args, kwargs or {})
 
 
 @on_ranks

@@ -372,8 +372,10 @@ def gather_pieces(pieces: Iterable[tuple[Any, Tensor]], on: str = "all") -> list
     pieces = sorted(pieces, key=lambda piece: piece[0])
     if not _has_peers("gather_pieces"):
         return [tensor for _, tensor in pieces]
-    # The pieces are cloned: a row cut from a matrix may be "contiguous" with strides that cannot be viewed as bytes.
-    pieces = [(place, t.detach().cpu().clone(memory_format=torch.contiguous_format)) for place, t in pieces]
+    # The pieces are cloned: a row cut from a matrix may be "contiguous" with strides that cannot be viewed as bytes. A
+    # tensor of a subclass may have facts for each row (MONAI's), which its bytes do not have.
+    plain = [(place, t.detach().as_subclass(Tensor).cpu()) for place, t in pieces]
+    pieces = [(place, t.clone(memory_format=torch.contiguous_format)) for place, t in plain]
     # Bytes are sent, so that one exchange serves every type; shorter ranks pad to the longest.
     load = torch.cat([torch.empty(0).byte(), *(t.reshape(-1).view(torch.uint8) for _, t in pieces)])
     labels = all_gather([(place, t.shape, t.dtype, t.nbytes) for place, t in pieces])
