@@ -125,6 +125,17 @@ def unsaved_inside(opts: Iterable[Optimizer]) -> list[str]:
     return found
 
 
+def check_states(opts: Iterable[Optimizer]) -> None:
+    """Refuse optimizers with a state of another form than torch's, from which `load_state` could not go on."""
+    for opt in opts:
+        if "param_groups" not in (state := opt.state_dict()):
+            raise ValueError(
+                f"{type(opt).__name__}.state_dict() has {first_few(map(repr, state))}, but no 'param_groups', so a "
+                "run could not go on from its checkpoints: give the optimizer a state_dict and a load_state_dict in "
+                "the form of torch's, or leave CheckpointCallback out"
+            )
+
+
 def not_among(params: Iterable[Any], model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters of a model, by their names, that are not among others."""
     known = {*params}

@@ -169,6 +169,7 @@ class CheckpointCallback(StepCounter):
         learn = self.learn
         if len(running(learn.cbs, CheckpointCallback)) > 1:
             raise ValueError("two callbacks CheckpointCallback: a run is saved in one directory, by one of them")
+        optim.check_states(learn.opts)
         self._enter()
         self._looked = self._looked and learn.n_fits > self._fit  # otherwise this is another learner
         self._fit = learn.n_fits

@@ -880,6 +880,18 @@ def test_an_optimizer_inside_another_one_that_is_not_saved_is_told(tmp_path):
     fit(Both)
 
 
+class OfItsOwnForm(Outer):
+    def state_dict(self):
+        return {"own": {}, "inner": self.inner.state_dict()}
+
+
+def test_an_optimizer_whose_state_could_not_be_loaded_is_refused(tmp_path):
+    learn = make_learner(opt_func=OfItsOwnForm, cbs=CheckpointCallback(tmp_path / "run"))
+    with pytest.raises(ValueError, match=r"has 'own', 'inner', but no 'param_groups'"):
+        learn.fit(1)
+    assert not (tmp_path / "run").exists()
+
+
 def test_another_optimizer_begins_anew(tmp_path):
     finished(make("plain", tmp_path, Kill(9), every=9), "plain")
     learn = make("plain", tmp_path, resume=True, every=1000)
