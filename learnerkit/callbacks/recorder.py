@@ -43,7 +43,7 @@ class LossMeter(WeighedScalars):
         super().__init__()
         self.parts = {name: WeighedScalars() for name in parts}
         self.cancelled: list[bool] = []  # whether each batch was cancelled before its loss
-        self.n_cancelled = 0
+        self.n_cancelled = 0  # of these; a logger asks in each step
         self.steps = 0  # up to the last step in which this rank had samples
 
     def update(self, learn: "Learner") -> None:

@@ -16,7 +16,7 @@ from learnerkit.callbacks.training import NamedState
 from learnerkit.checkpoints.state import configuration
 from learnerkit.data.show import pyplot
 from learnerkit.files import plain_name
-from learnerkit.host_scalars import HostScalars
+from learnerkit.host_scalars import HostScalars, WeighedScalars
 from learnerkit.loggers.facts import code, fingerprint
 from learnerkit.marks import not_collective
 from learnerkit.state import Learner, State
@@ -423,10 +423,10 @@ _FORMATS = (".safetensors", ".pt2", ".onnx")
 
 def _mean(logged: tuple[list[float], list[float]], start: int, end: int) -> float:
     """Return the mean of a range of values with their weights, as the table has it of a whole epoch."""
-    values, weights = (part[start:end] for part in logged)
-    counted = [(value, weight) for value, weight in zip(values, weights, strict=True) if weight]
-    count = sum(weight for _, weight in counted)
-    return sum(value * weight for value, weight in counted) / count if count else float("nan")
+    some = WeighedScalars()
+    some.extend(*(part[start:end] for part in logged))
+    total, count = some.sums()
+    return total / count if count else float("nan")
 
 
 def _as_dict(config: Any) -> dict[str, Any]:

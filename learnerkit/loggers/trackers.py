@@ -23,6 +23,9 @@ from learnerkit.values import map_batch
 _begun_here: set[str] = set()
 """The runs of services that loggers of this process have begun, which are open until they are closed or it ends."""
 
+_EVENTS = "events.out.tfevents.*"
+"""The pattern of the names of TensorBoard's files."""
+
 
 class TensorBoardCallback(Tracker):
     """Writes event files for TensorBoard: `tensorboard --logdir runs` shows them.
@@ -110,9 +113,6 @@ def _writer_of_last_file(folder: str, purge_step: int | None) -> Any:
         _wait_until_after([int(time.time())])
         writer = SummaryWriter(folder, purge_step=purge_step)
     return writer
-
-
-_EVENTS = "events.out.tfevents.*"
 
 
 def _wait_until_after(seconds: list[int]) -> None:

@@ -488,13 +488,13 @@ class Restorable(DataLoader):
         self.count = self.skip = state["count"]
 
 
-@pytest.mark.soak
 def test_a_loader_that_replaces_another_one_can_be_copied():
     view = deepcopy(LoaderView(DataLoader(Noisy(), 4)))
     assert len(view) == 6
     assert view.batch_size == 4
 
 
+@pytest.mark.soak
 def test_t4_a_loader_with_workers_and_a_state_of_its_own():
     class Numbers(Log):
         numbers_only = True
