@@ -102,8 +102,9 @@ def _put_back(before):
 
 def _is_running(process):
     try:
-        # Python's own helper for shared memory lives as long as the process that made it.
-        return process.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in _command(process)
+        # Python's own helpers, for shared memory and for starting workers, live as long as the process that made them.
+        helper = any(name in _command(process) for name in ("resource_tracker", "multiprocessing.forkserver"))
+        return process.status() != psutil.STATUS_ZOMBIE and not helper
     except psutil.Error:
         return False
 

@@ -165,7 +165,7 @@ def all_metrics() -> dict:
     """Also those of the two metric libraries, whose objects bring their own ways to combine."""
     with warnings.catch_warnings():
         # It scripts its functions, of which torch 2.10 warns by a DeprecationWarning, torch 2.15 by a FutureWarning.
-        warnings.filterwarnings("ignore", message="`torch.jit.script` is deprecated")
+        warnings.filterwarnings("ignore", message="`torch.jit.script` is")
         import torcheval.metrics
     import torchmetrics.classification
 

@@ -49,6 +49,8 @@ def serving(serve):
 class Handler(http.server.BaseHTTPRequestHandler):
     """Speaks HTTP, and does not print what it is asked."""
 
+    default_request_version = "HTTP/1.0"  # with a line of its status before the page
+
     def log_message(self, *words):
         pass
 
@@ -61,7 +63,7 @@ def reset(connection):
 
 FOREIGN = {
     "speaks first": (lambda c: c.sendall(b"SSH-2.0-OpenSSH_9.2\r\n"), "it answers 'SSH-2.0-OpenSSH_9.2'"),
-    "http": (lambda c: Handler(c, None, None), "it answers '<!DOCTYPE HTML>'"),
+    "http": (lambda c: Handler(c, None, None), 'it answers "HTTP/1.0 400 Bad '),
     "silent": (lambda c: None, "no answer came within "),
     "closes": (lambda c: c.close(), "it closes every connection"),
     "resets": (reset, "it closes every connection"),

@@ -355,6 +355,13 @@ def test_a_loaders_worker_has_no_samples_to_show():
     assert "a sample is a PIL image" in mends.of_samples({}, text)
 
 
+@pytest.mark.filterwarnings("ignore:Got pickle error")  # torch names the default of Python 3.14
+def test_what_workers_need_that_are_not_forked_is_said_where_one_cannot_start():
+    dl = DataLoader(images(1, 4, 4), num_workers=1, collate_fn=lambda batch: batch, multiprocessing_context="spawn")
+    said = "the workers of this loader start by 'spawn', so each of them imports the script"
+    assert said in "\n".join(notes(failed(learner(DataLoaders(dl, device="cpu")))))  # pickle has notes, too
+
+
 def test_an_index_that_is_out_of_range_on_a_gpu_is_looked_for_on_the_cpu():
     assert "DataLoaders(..., device='cpu')" in mends.of_device("CUDA error: device-side assert triggered")
 

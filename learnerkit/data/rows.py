@@ -1,5 +1,7 @@
 """A loader that reads whole batches of a `TensorDataset` at once."""
 
+import multiprocessing
+import sys
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -45,11 +47,15 @@ def _as_rows(n: int, indices: Any) -> Tensor:
     return rows.where(rows >= 0, rows + n)
 
 
+_FORKSERVER_BY_DEFAULT = sys.platform == "linux" and sys.version_info >= (3, 14)
+
+
 class RowsLoader(DataLoader):
     """A torch `DataLoader` that reads a batch of a `TensorDataset` by one `index_select` for each tensor.
 
     This is about eight times as fast as fetching and collating samples one by one; workers could not make it faster,
-    so none are started. For other datasets, or with another `collate_fn`, it is torch's loader unchanged.
+    so none are started. For other datasets, or with another `collate_fn`, it is torch's loader, whose workers are
+    forked on Linux also from Python 3.14 on, unless the program has chosen 'spawn'.
 
     Attributes:
         only_inputs: the batches have no targets: all entries of a tuple are inputs.
@@ -58,6 +64,10 @@ class RowsLoader(DataLoader):
     only_inputs = False
 
     def __init__(self, dataset: Dataset, **kwargs: Any) -> None:
+        default = kwargs.get("num_workers") and kwargs.get("multiprocessing_context") is None
+        if default and _FORKSERVER_BY_DEFAULT and multiprocessing.get_start_method(allow_none=True) != "spawn":
+            # Other workers would import the script again, and could not load classes of a notebook's cells.
+            kwargs["multiprocessing_context"] = "fork"
         super().__init__(dataset, **kwargs)
         batched = self.batch_sampler is not None and self.collate_fn is default_collate
         self.reads_rows = batched and _rows(dataset) is not None

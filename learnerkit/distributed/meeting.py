@@ -60,6 +60,11 @@ def join(timeout: float | timedelta | None = None, what: str = "", wait: float |
 @collective
 def _init(timeout: timedelta | None, what: str, wait: float) -> None:
     """Make the process group, and set a launcher's variables if this process knows its place by others."""
+    if "__mp_main__" in sys.modules and sys.modules["__main__"] is not sys.modules["__mp_main__"]:
+        raise RuntimeError(
+            "a process that multiprocessing has started, such as a loader's worker, imports the script and would join "
+            "the run as a rank. Put the script's work below `if __name__ == '__main__':`"
+        )
     here = place()
     check_script(here, os.environ, torch.accelerator.device_count())
     if here.by_scheduler:

@@ -16,7 +16,7 @@ from torch import nn
 from learnerkit.endings import ending_of
 from learnerkit.events import CancelException
 from learnerkit.explain import mends
-from learnerkit.explain.workers import lost_worker
+from learnerkit.explain.workers import lost_worker, worker_without_fork
 from learnerkit.state import Learner
 from learnerkit.text import escaped_line
 from learnerkit.utils import unwrap
@@ -75,7 +75,7 @@ def _lines(learn: "Learner", error: Exception) -> list[str]:
     frames, text = _frames(error), str(error)
     names = {frame.f_code.co_name for frame in frames}
     loads = any(frame.f_globals.get("__name__", "").startswith(_LOADING) for frame in frames)
-    if loads and (lost := lost_worker(error, frames)):
+    if loads and (lost := lost_worker(error, frames) or worker_without_fork(learn, error, frames)):
         return [lost]
     if isinstance(error, CancelException):
         return [f"this event is outside of what {type(error).__name__} ends; what it does: {getdoc(error)}"]

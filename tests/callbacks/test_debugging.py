@@ -154,7 +154,7 @@ def test_numbers_of_batches_out_of_range_are_refused(make):
 @pytest.mark.parametrize("persistent", mostly_slow([False, True], True))
 @pytest.mark.parametrize("cb", [partial(ShortEpochCallback, n=2), partial(OverfitBatch, 2)])
 def test_workers_end_with_the_short_reading(cb, persistent):
-    dl = DataLoader(Items(), 4, num_workers=2, persistent_workers=persistent)
+    dl = DataLoader(Items(), 4, num_workers=2, persistent_workers=persistent, multiprocessing_context="fork")
     alive, before = [], set(psutil.Process().children())  # a pool of ranks, for one
 
     def look(c):

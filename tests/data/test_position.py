@@ -43,7 +43,7 @@ class Noisy(Dataset):
 
     def __getitem__(self, i):
         self.read.append(int(i))
-        noise = torch.rand(()).item(), random.random(), np.random.rand()
+        noise = torch.rand((), dtype=torch.float64).item(), random.random(), np.random.rand()
         return torch.tensor([float(i), *noise], dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
 
 
@@ -371,7 +371,7 @@ class Stream(IterableDataset):
 
 
 def sample(i):
-    noise = torch.rand(()).item(), random.random(), np.random.rand()
+    noise = torch.rand((), dtype=torch.float64).item(), random.random(), np.random.rand()
     return torch.tensor([float(i), *noise], dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
 
 

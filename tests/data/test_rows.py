@@ -1,5 +1,6 @@
 """Whole batches read at once are what torch's own loader reads."""
 
+import sys
 from collections import namedtuple
 
 import pytest
@@ -8,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     RandomSampler,
     SequentialSampler,
     Subset,
@@ -92,3 +94,19 @@ def test_rows_that_are_not_there_are_refused():
     for ds, sampler in ((numbers(5), [5]), (numbers(5), [-6]), (Subset(numbers(5), [5]), [0])):
         with pytest.raises(IndexError):
             list(RowsLoader(ds, sampler=sampler))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not fork workers")
+def test_workers_are_forked_with_any_python_unless_asked_otherwise():
+    class OfThisTest(Dataset):  # which another start method could not pickle
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, i):
+            return i
+
+    loader = RowsLoader(OfThisTest(), batch_size=2, num_workers=1)
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
+    asked = RowsLoader(OfThisTest(), num_workers=1, multiprocessing_context="spawn")
+    assert asked.multiprocessing_context.get_start_method() == "spawn"
+    assert RowsLoader(OfThisTest(), batch_size=2).multiprocessing_context is None

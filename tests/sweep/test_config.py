@@ -133,7 +133,7 @@ LR = {"type": "float", "min": 1e-3, "max": 1}
         ({"parameters": {"n": {"type": "categorical", "values": []}}}, "values/choices: got .*at least one"),
         ({"algorithm": "grid", "gridSize": 100, "parameters": dict.fromkeys("abc", LR)}, "100 x 100 x 100 points"),
         # What would be a traceback, or nothing, and take without end
-        ("[" * 50_000, "search.json: it is nested too deeply"),
+        ("[" * 200_000, "search.json: it is nested too deeply"),
         ('{"seed": ' + "[" * 100 + "]" * 100 + "}", "parameters: there are none"),
         ('{"parameters": {"lr": {"type": "float", "max": 1' + "0" * 400 + "}}}",
          r"max/high: got 1000.* \(401 characters\) .*; it is a number of at most 1e\+100"),

@@ -159,7 +159,7 @@ PLAN = {"config": {"algorithm": "random", "parameters": X}, "command": {"words":
     ],
 )
 def test_a_file_of_a_search_that_was_changed_is_named(tmp_path, plan, said):
-    (tmp_path / "sweep.json").write_text("[" * 50_000 if plan is None else json.dumps(plan))
+    (tmp_path / "sweep.json").write_text("[" * 200_000 if plan is None else json.dumps(plan))
     with pytest.raises(ConfigError, match=f"sweep.json: {said}"):
         read_plan(tmp_path)
 
