@@ -5,6 +5,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import copy, deepcopy
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -70,8 +71,20 @@ GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.Ran
 
 
 def has_state(x: Any) -> bool:
-    """Tell whether an object has `state_dict` and `load_state_dict`."""
-    return all(callable(getattr(x, name, None)) for name in ("state_dict", "load_state_dict"))
+    """Tell whether an object has `load_state_dict`, and a `state_dict` that can be called without arguments.
+
+    The datasets of litdata and of mosaicml-streaming have one for their own loaders, which give it arguments.
+    """
+    methods = [getattr(x, name, None) for name in ("state_dict", "load_state_dict")]
+    return all(map(callable, methods)) and not _needs_arguments(methods[0])
+
+
+def _needs_arguments(function: Any) -> bool:
+    try:
+        parameters = signature(function).parameters.values()
+    except (TypeError, ValueError):  # a function in C
+        return False
+    return any(p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
 
 
 def order_sources(dl: Any) -> list[Any]:

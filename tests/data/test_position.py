@@ -458,6 +458,23 @@ def test_iterables_that_are_no_loaders_are_read_forward():
     check_all_places(lambda: DataLoaders(batches, device="cpu"))  # nothing is read, so nothing is said
 
 
+class ForItsLoader(Shuffled):
+    """A stream whose state is for a loader of its own, which says how much has been read, as litdata's."""
+
+    def state_dict(self, num_samples_yielded, num_workers=0):
+        return {"read": num_samples_yielded}
+
+    def load_state_dict(self, state):
+        raise AssertionError("its state is not saved")
+
+
+def test_a_state_that_needs_arguments_is_not_one_for_a_checkpoint():
+    dls = DataLoaders(DataLoader(ForItsLoader(), 4), device="cpu")
+    assert len(dls.one_batch()[0]) == 4
+    with pytest.warns(UserWarning, match="read again and dropped"):
+        check_all_places(lambda: DataLoaders(DataLoader(ForItsLoader(), 4), device="cpu"), [(1, 2)])
+
+
 @pytest.mark.parametrize("empties", [False, True])
 def test_a_dataset_or_a_loader_with_a_state_goes_on_by_it(empties):
     check_all_places(lambda: DataLoaders(DataLoader(Remembering(empties), 4), device="cpu"))
