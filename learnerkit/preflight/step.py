@@ -377,8 +377,9 @@ def judge_loss(loss_func: Any, pred: Any, loss: Tensor, doubt: str) -> list[Find
 def judge_count(learn: "Learner") -> str:
     """Say what is wrong with the count of a model's own loss, or with the user's.
 
-    Two uneven parts of the batch must combine to the whole. If they cannot be compared, say what is not known of the
-    count; '' if all is well. The learner stays as it is.
+    Two uneven parts of the batch must combine to the whole: as sums, or as means of what they count. If they cannot be
+    compared, as those of a loss that draws random numbers, say what is not known of the count; '' if all is well. The
+    learner stays as it is.
     """
     if learn._loss_weighting.own is None and learn.loss_weight is None:
         return ""
@@ -387,18 +388,21 @@ def judge_count(learn: "Learner") -> str:
     results = list[tuple[float, float]]()
     with trial(learn, unwrap(learn.model)), torch.no_grad(), suppress(Exception):  # it may be unable to run on a part
         learn.model.eval()
-        for rows in (slice(size), slice(size // 3), slice(size // 3, size)):
+        for rows in (slice(size), slice(size), slice(size // 3), slice(size // 3, size)):
             learn.xb, learn.yb = map_batch(partial(_rows, rows, size), batch)
             (learn.batch_size,) = likely_sizes([*learn.xb, *learn.yb])
             learn._forward()
             learn._loss()
-            results.append((float(learn.loss), float(losses.batch_count(learn))))
-    if len(results) < 3 or not all(math.isfinite(value) and count for value, count in results):
-        return losses.doubtful_count(learn)
-    (whole, count), *parts = results
-    joined = sum(value * n for value, n in parts) / count
+            results.append((float(learn.loss), 1.0 if losses.loss_sums(learn) else float(losses.batch_count(learn))))
     half = learn.loss_grad.dtype.itemsize < 4 or torch.is_autocast_enabled(learn.dls.device.type)
-    if math.isclose(joined, whole, rel_tol=1e-2 if half else 1e-4):
+    alike = partial(math.isclose, rel_tol=1e-2 if half else 1e-4)
+    if len(results) < 4 or not all(math.isfinite(value) and count for value, count in results):
+        return losses.doubtful_count(learn)
+    (whole, count), (again, _), *parts = results
+    if not alike(again, whole):
+        return losses.doubtful_count(learn)
+    joined = sum(value * n for value, n in parts) / count
+    if alike(joined, whole):
         return ""
     return (
         f"in eval mode, two parts of the batch, weighed by the {parts[0][1]:g} and {parts[1][1]:g} that they count, "

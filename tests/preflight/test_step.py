@@ -380,19 +380,42 @@ def test_the_count_of_a_models_own_loss_is_compared_on_two_parts_of_the_batch(ca
     assert "it is taken for the mean over the 10 of 10 targets that are not -100" in text
 
 
+class Summed(OwnTokens):
+    """Sums over its tokens, as the CTC loss of transformers' speech models does by default."""
+
+    def forward(self, x, labels):
+        output = super().forward(x, labels)
+        return output | {"loss": output["loss"] * (labels != self.padding).sum()}
+
+
+class Noisy(OwnTokens):
+    """Draws noise in its loss, in eval mode, too, as diffusion models do."""
+
+    def forward(self, x, labels):
+        return super().forward(x + torch.randn_like(x), labels)
+
+
+@pytest.mark.usefixtures("without_memory")
+@pytest.mark.parametrize(("kind", "weight"), [(Summed, "sum"), (Noisy, lambda y: (y != -100).sum())])
+def test_the_parts_of_a_sum_are_added_up_and_those_of_a_loss_that_draws_are_not_compared(capsys, kind, weight):
+    learn = tokens(padding=-100, loss_weight=weight)
+    learn.model = kind(-100)
+    assert checked(capsys, learn, True)[0]["loss"][0] == "ok"
+
+
 def test_the_comparison_leaves_no_trace():
     calls = []
     learn = tokens()
     learn.model.register_forward_pre_hook(lambda model, args: calls.append((model.training, torch.is_grad_enabled())))
     before, weight = torch.get_rng_state(), learn.model.body.weight.detach().clone()
     learn.check()
-    assert calls == [(True, True)] + [(False, False)] * 3
+    assert calls == [(True, True)] + [(False, False)] * 4
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.equal(learn.model.body.weight, weight)
     assert learn.model.training
     learn.loss_weight = "samples"
     learn.fit(1)
-    assert len(calls) == 5  # nowhere else
+    assert len(calls) == 6  # nowhere else
 
 
 HINTS = {
