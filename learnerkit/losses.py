@@ -237,9 +237,13 @@ def own_loss_of(model: nn.Module) -> OwnLoss:
     """Return the known facts about the loss that a model computes itself; no value is read.
 
     The models of transformers name their loss by `loss_type` and `loss_function`. Those that do not call it have a
-    cross-entropy of torch's in their `forward`.
+    cross-entropy of torch's in their `forward`. A model of peft makes the loss of the one inside it, unless its prompts
+    lengthen the rows of targets.
     """
     model = unwrap(model)
+    adapters: Any = getattr(model, "active_peft_config", None)
+    if adapters is not None and not adapters.is_prompt_learning:
+        model = model.get_base_model()  # type: ignore[operator]
     method: Any = getattr(type(model), "forward", None)  # the class of a scripted model has none
     forward = inspect.unwrap(method)
     parameters, code = arguments_of(forward), getattr(forward, "__code__", None)

@@ -319,6 +319,29 @@ def test_what_is_known_of_a_models_own_loss():
         assert own_loss_of(model).is_known(yb) is known, (model, yb)
 
 
+class Adapted(nn.Module):
+    """Adds adapters to another model, as peft's `PeftModel` does."""
+
+    def __init__(self, base, is_prompt_learning):
+        super().__init__()
+        self.base, self.active_peft_config = base, SimpleNamespace(is_prompt_learning=is_prompt_learning)
+
+    def get_base_model(self):
+        return self.base
+
+    def forward(self, *args, **kwargs):
+        return self.base(*args, **kwargs)
+
+
+def test_a_model_with_adapters_makes_the_loss_of_the_one_inside_it():
+    target = tokens()
+    assert LossWeight(None, None, Adapted(TakesCount(), False)).passed((target,)) == {
+        "num_items_in_batch": (target != -100).sum()
+    }
+    assert LossWeight(None, None, Adapted(TakesCount(), True)).passed((target,)) == {}  # prompts lengthen the rows
+    assert own_loss_of(Adapted(Own(nn.CrossEntropyLoss(ignore_index=-1)), False)).ignore_index == -1
+
+
 class Counted(nn.Module):
     """Sums over its tokens what it divides by the count that it gets, else by their number; 0 is padding for it."""
 
