@@ -96,7 +96,7 @@ class BatchTransform(_Drawing):
             if not learn.yb:
                 raise ValueError("BatchTransform(with_targets=True): the batches have no targets")
             result = self.fn(first, learn.y)
-        if not isinstance(result, tuple) or len(result) != 2:
+        if not isinstance(result, tuple | list) or len(result) != 2:  # kornia's augmentations return a list
             raise ValueError(f"{self.fn} returned {describe(result)}; BatchTransform(with_targets=True) needs (x, y)")
         before, (x, y) = learn.yb, result
         targets = (y,) if len(before) == 1 else y

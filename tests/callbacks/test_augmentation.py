@@ -293,6 +293,9 @@ def test_targets_may_be_transformed_too():
     x, y = learn.dls.train_ds.tensors
     assert torch.equal(torch.cat([a for a, _ in seen[:2]]), -x)
     assert torch.equal(torch.cat([b for _, b in seen[:2]]), y + 5)
+    learn = make_learner(cbs=BatchTransform(lambda x, y: [-x, y + 5], with_targets=True))  # a list, as kornia's
+    learn.fit(1, cbs=Callback(before_batch=lambda cb: seen.append((cb.xb[0], cb.yb[0]))))
+    assert torch.equal(torch.cat([b for _, b in seen[3:5]]), y + 5)
     for fn, said in ((lambda x, y: x, "needs (x, y)"), (lambda x, y: None, "needs (x, y)")):
         with raises(ValueError, said):
             make_learner(cbs=BatchTransform(fn, with_targets=True)).fit(1)
