@@ -42,7 +42,7 @@ def check_dims(dims: Any) -> None:
     Raises:
         ValueError: it is neither a number of 0 or more, nor a sequence or mapping of such numbers and `None`.
     """
-    if isinstance(dims, Mapping | tuple | list):
+    if isinstance(dims, Mapping | Sequence) and not isinstance(dims, str):  # as omegaconf's lists are
         several = dims.values() if isinstance(dims, Mapping) else dims
         is_valid = all(d is None or _is_dim(d) for d in several)
     else:

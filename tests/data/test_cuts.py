@@ -1,5 +1,6 @@
 """Batches that are made already: where their samples are, and their pieces."""
 
+from collections import UserList
 from dataclasses import dataclass
 
 import numpy as np
@@ -102,5 +103,6 @@ def test_a_batch_dim_is_a_dimension_or_several(dims):
 def test_loaders_count_along_the_dimension():
     dls = DataLoaders([1], batch_dim=(1, 0))
     assert dls.count((numbers(T, N), numbers(N))) == N
+    assert DataLoaders([1], batch_dim=UserList([1, 0])).count((numbers(T, N), numbers(N))) == N
     assert dls.count((numbers(T, N), numbers(T))) is None
     assert DataLoaders([1], batch_dim=1, batch_size=lambda batch: 3).count(numbers(T, N)) == 3
