@@ -366,6 +366,9 @@ def _as_frame(rows: Rows) -> "DataFrame":
 
     if isinstance(rows, str | Path):
         raise TypeError(f"got {str(rows)!r}; read the file first: pandas.read_csv({str(rows)!r})")
+    if hasattr(rows, "to_pandas"):
+        library = type(rows).__module__.partition(".")[0]
+        raise TypeError(f"got a {type(rows).__name__} of {library}; pass a frame of pandas: frame.to_pandas()")
     if isinstance(rows, pd.DataFrame):
         names = zip(rows.columns.tolist(), rows.columns.duplicated(keep=False), strict=True)
         if wrong := [name for name, is_double in names if is_double or not isinstance(name, str | int)]:

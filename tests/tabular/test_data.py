@@ -394,6 +394,9 @@ def test_what_cannot_be_is_refused():
     for path in ("train.csv", Path("train.csv")):
         with raises(TypeError, "got 'train.csv'; read the file first: pandas.read_csv('train.csv')"):
             make(frame=path)
+    polars = type("DataFrame", (), {"to_pandas": lambda self: frame, "__module__": "polars.dataframe.frame"})
+    with raises(TypeError, "got a DataFrame of polars; pass a frame of pandas: frame.to_pandas()"):
+        make(frame=polars())
     with raises(TypeError, "got a int for a row"):
         data.encode([1, 2])
     with raises(TypeError, "got a DataFrame for a row", "frame.iloc[0]"):
