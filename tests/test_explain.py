@@ -154,6 +154,8 @@ ROWS = {
     "forward without return": (lambda: learner(model=Net(lambda layer, x: None)), ["returned None", "`return`"]),
     "a block without return": (lambda: learner(model=nn.Sequential(Net(lambda layer, x: None), nn.Linear(3, 3))),
         ["got None", "`return`", "in 1 (Linear)"]),
+    "forward of a mapping": (lambda: learner(images(16), Net(lambda layer, x: {"sample": layer(x)}), MSE),
+        ["returned no tensor"]),
     "forward of two": (lambda: learner(model=Net(lambda layer, x: (layer(x), x))), ["returned no tensor"]),
     "no_grad": (lambda: learner(model=Net(lambda layer, x: layer(x).detach())), ["does not depend", "detach"]),
     "ragged": (lambda: learner(Samples(lambda i: (torch.zeros(3 + (i == 2)), 0))),

@@ -212,7 +212,7 @@ def of_loss(learn: "Learner", frames: list[FrameType], text: str) -> str:
         return "the model returned None: has its forward a `return`?"
     if "positional argument" in text:
         return f"loss_func is called as f(pred, *targets), here with 1 + {len(yb)} arguments"
-    if not isinstance(pred, Tensor) and "be Tensor" in text:
+    if not isinstance(pred, Tensor) and ("be Tensor" in text or f"'{type(pred).__name__}' object has no" in text):
         return "the model returned no tensor: let forward return one, or give a loss_func that takes what it returns"
     if any(isinstance(part, str) for part in _parts(yb)):
         return "the targets are text: let the dataset yield the number of each class, classes.index(name)"
