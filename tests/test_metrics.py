@@ -395,6 +395,9 @@ def test_a_partial_of_a_class_is_an_object_with_these_options():
     meter.reset()
     meter.update(0, 2, torch.eye(2), (torch.tensor([0, 1]),))
     assert (meter.name, meter.result(sharded=False), meter.metric.classes) == ("second", 1.0, [1])
+    ignites = type("Accuracy", (), {"__module__": "ignite.metrics.accuracy", "__getattr__": lambda self, name: print})
+    with raises(TypeError, "got Accuracy of ignite as a metric", "take a metric of torchmetrics"):
+        make_meters(ignites(), nn.CrossEntropyLoss())
     with raises(TypeError, "got the class Linear as a metric; pass an object of it: Linear"):
         make_meters(partial(nn.Linear, 2))
 

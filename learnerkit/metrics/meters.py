@@ -22,7 +22,7 @@ from learnerkit.metrics.combining import combine_states, holders_of, known_torch
 from learnerkit.metrics.functions import SHARES
 from learnerkit.metrics.objects import Dice, Metric, metric_name, perplexity
 from learnerkit.state import State
-from learnerkit.utils import add_note_once, listify, unbound
+from learnerkit.utils import add_note_once, library_of, listify, unbound
 from learnerkit.values import describe, map_batch, tensors_in
 
 DEPENDS_ON_CUT = "depends on how the samples are cut into batches"
@@ -85,6 +85,11 @@ def _make_meter(metric: Any, name: str | None, loss_func: Any, classes: Any, tar
         metric = metric()
     if isinstance(metric, Metric):
         metric.use_loss(loss_func)
+    if library_of(type(metric)) == "ignite":  # whose objects have any attribute
+        raise TypeError(
+            f"got {type(metric).__name__} of ignite as a metric, whose update takes predictions and targets as one "
+            "tuple, and whose compute adds up the ranks by itself: take a metric of torchmetrics, or one by its name"
+        )
     if why := libraries.refusal(metric):
         raise TypeError(f"got the metric {name or metric_name(metric)!r}: torchmetrics' {why}")
     if libraries.is_torchmetrics(metric) or (isinstance(metric, Metric) and metric.__dict__.get("_states")):
