@@ -15,7 +15,7 @@ from learnerkit import distributed
 from learnerkit.data.batches import loader_len
 from learnerkit.data.cuts import Dims, Share, cut_rows, cut_share
 from learnerkit.data.iterable import LoaderView, read_on, say_read_forward, source_of
-from learnerkit.data.order import has_index, has_state, samplers_of, with_batches
+from learnerkit.data.order import has_index, has_state, samplers_of, states_at_start, with_batches
 from learnerkit.data.stream import replaced_sampler, same_stream, split_evenly
 from learnerkit.distributed import seeds
 from learnerkit.marks import collective
@@ -177,6 +177,8 @@ class RankStreamLoader(RankLoader):
         self.source = dl.dataset if known else None
         self._ended = False  # this rank has no more data, while others have
         self._left = False  # all ranks have stopped before this rank's data ended
+        # The states of the global generators at the start of the epoch, with which a part of its own is read again
+        self._states: Any = None
         self.begin(0, 0, {}, quiet=False)
 
     @property
@@ -188,7 +190,8 @@ class RankStreamLoader(RankLoader):
         # The state of a dataset that has ended with a short batch may already be that of the next epoch.
         size = None if self.share is None or isinstance(self._source, DataLoader) else self.share.size
         short = size is not None and size * distributed.world_size() < (self.step_size or 0)
-        return {"source": source, "ended": self._ended or short, "left": self._left}
+        states = seeds.without_arrays(self._states)
+        return {"source": source, "states": states, "ended": self._ended or short, "left": self._left}
 
     def begin(self, skip: float, first: int, own: State, quiet: bool) -> int:
         """Let the next epoch begin at a position; return the number of steps that are read again.
@@ -201,6 +204,7 @@ class RankStreamLoader(RankLoader):
             quiet: as in `read_on`.
         """
         self._first, state = first, own.get("source")
+        self._states = own.get("states") if first else None  # else they are of the epoch before
         if state is not None and not first and own.get("left"):
             warn(
                 f"the data of rank {distributed.rank()} had not been read to their end when all stopped with the first "
@@ -218,7 +222,7 @@ class RankStreamLoader(RankLoader):
             self._place = {"source": source, "state": state, "at_end": not first, "quiet": quiet}
         else:
             if self.sharded:
-                self._place = {"skip": first}
+                self._place = {"skip": first, "states": self._states}
             else:
                 self._skip = int(skip)
             say_read_forward(self.loader, first)
@@ -296,6 +300,8 @@ class RankStreamLoader(RankLoader):
     @collective
     def _together(self, rank_step: "RankStep") -> Iterator:
         pieces, step = self._pieces(), self._first
+        if self.sharded and self._source is None and self._states is None:
+            self._states = states_at_start(self.loader)
         piece = next(pieces, _NOTHING)
         self.sample, self.is_last = piece.batch, False
         self._left = False

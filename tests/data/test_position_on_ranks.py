@@ -5,7 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from data.test_position import WORKERS, Log, N, Remembering, Resume, Stream, make_dls
+from data.test_position import WORKERS, Log, N, Remembering, Resume, Shuffled, Stream, make_dls
 from helpers import end_workers, mostly_slow
 from torch import nn
 from torch.utils.data import DataLoader
@@ -213,6 +213,17 @@ class Part(Remembering):
 class Numbered(Stream):
     def __init__(self):
         self.n = 20 + distributed.rank()
+
+
+@pytest.mark.filterwarnings("ignore:.*batches of this epoch are read again")
+def test_a_part_without_a_state_is_read_again_with_the_random_numbers_of_its_epoch():
+    made = lambda: DataLoaders(DataLoader(Shuffled(), 4), device="cpu")  # noqa: E731
+    how = {"sharded": True}
+    whole = fit(made, Log(), distributed=how)
+    for place in ((0, 2), (1, 3), (0, "ended")):
+        stopped = fit(made, Log(place), distributed=how)
+        again = fit(made, Log(), stopped.state, stopped.own, distributed=how)
+        assert again.seen == whole.seen[stopped.count :] != [], place
 
 
 @pytest.mark.soak
