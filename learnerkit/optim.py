@@ -868,10 +868,10 @@ def load_state(made: Optimizer | Optimizers, saved: dict, same_types: bool = Tru
             _check_state(states[name], opt, groups[name])
     except (TypeError, LookupError, AttributeError) as e:
         raise ValueError(f"its optimizer's state is damaged: {in_one_line(e)}") from e
-    before = [(opt, opt.state, opt.param_groups) for opt in opts.values()]
+    before = [(opt, opt.state, opt.param_groups, [*opt.param_groups]) for opt in opts.values()]
     try:
         for name, opt in opts.items():
-            opt.param_groups = groups[name]
+            opt.param_groups[:] = groups[name]  # in place, as an optimizer inside this one may have the same list
             # The options of computation, and the base rates, are taken from the script, not from the file.
             theirs = [
                 {k: v for k, v in group.items() if k not in _SCRIPTS}
@@ -885,7 +885,8 @@ def load_state(made: Optimizer | Optimizers, saved: dict, same_types: bool = Tru
                 _keep_types(opt, states[name], same_types)
             state_to_params(opt)
     except Exception as e:  # an optimizer's own loading may raise anything
-        for opt, state, param_groups in before:
+        for opt, state, param_groups, held in before:
+            param_groups[:] = held
             opt.state, opt.param_groups = state, param_groups
         raise ValueError(f"its optimizer's state is not taken: {in_one_line(e)}") from e
 

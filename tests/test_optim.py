@@ -1,6 +1,7 @@
 """Parameter groups, rates and weight decay, as a Learner uses them."""
 
 import copy
+from collections import defaultdict
 from contextlib import suppress
 from functools import partial
 
@@ -379,6 +380,34 @@ def test_each_optimizer_keeps_its_own_rate():
     learn.lr = {"g": 0.5}
     learn.fit(1)
     assert group_values(learn) == [4e-4, 0.5]
+
+
+class Around(SGD):
+    """Has another optimizer inside it, which loads the state of both, as timm's Lookahead has."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr, momentum=0.9)
+        self.inner, self.state = SGD(self.param_groups, lr, momentum=0.9), defaultdict(dict)
+        self.param_groups = self.inner.param_groups
+
+    def step(self, closure=None):
+        self.inner.step()
+
+    def state_dict(self):
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict):
+        self.inner.load_state_dict(state_dict)
+        self.param_groups = self.inner.param_groups
+
+
+def test_groups_that_were_split_are_split_in_an_optimizer_inside_another_too():
+    first, second = (make_learner(opt_func=Around, wd=0.1) for _ in range(2))
+    first.fit(1)
+    assert len(first.opt.param_groups) == 2
+    second.load(first.save("around"))
+    assert second.opt.inner.param_groups is second.opt.param_groups
+    assert [group["weight_decay"] for group in second.opt.param_groups] == [0.1, 0.0]
 
 
 def test_rates_are_those_of_the_script_after_a_file_is_loaded():
