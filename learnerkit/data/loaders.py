@@ -711,6 +711,11 @@ def _check_datasets(train_ds: Any, valid_ds: Any) -> None:
     for ds in (train_ds, valid_ds):
         if isinstance(ds, tuple) and all(hasattr(x, "__array__") for x in ds):
             raise TypeError(f"got a tuple as a dataset: {describe(ds)}; inputs and targets are TensorDataset(X, y)")
+        if isinstance(ds, Mapping) and ds and all(isinstance(key, str) for key in ds):
+            raise TypeError(
+                f"got a {type(ds).__name__} of {first_few(ds)} as a dataset, whose samples have no numbers; the parts "
+                "of a DatasetDict are given one by one, and columns of tensors are TensorDataset(X, y)"
+            )
     if loader_len(train_ds) == 0:
         raise ValueError("the training set is empty: it has 0 samples")
 
