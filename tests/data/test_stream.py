@@ -39,6 +39,10 @@ def read(data, epochs=2, valid=None, seed=1, **kwargs):
     return seen
 
 
+def as_batch(sample):
+    return [t[None] for t in sample]
+
+
 def noise(batches):
     return [tuple(x[1:]) for _, batch in batches for x in batch]
 
@@ -64,7 +68,7 @@ def test_what_arrives_is_a_plain_item_and_seeds_all_three_generators():
 
 @pytest.mark.parametrize("batch_size", [4, pytest.param(None, marks=pytest.mark.slow)])
 def test_workers_streams_do_not_depend_on_their_number(batch_size):
-    kwargs = {"batch_size": batch_size} | ({"collate_fn": lambda x: [t[None] for t in x]} if batch_size is None else {})
+    kwargs = {"batch_size": batch_size} | ({"collate_fn": as_batch} if batch_size is None else {})
     one = read(Noisy(), num_workers=1, **kwargs).train
     for other in ({"num_workers": 2}, {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 1}):
         assert read(Noisy(), **kwargs, **other).train == one
@@ -176,7 +180,7 @@ def test_reproducible_augmentation_depends_on_seed_epoch_and_sample_alone():
     for other in ({"num_workers": 2}, {"batch_size": 5}, {"num_workers": 2, "persistent_workers": True}):
         again = read(Noisy(), **other)
         assert [by_sample(again, epoch) for epoch in (0, 1)] == [by_sample(one, epoch) for epoch in (0, 1)]
-    alone = read(Noisy(), batch_size=None, collate_fn=lambda x: [t[None] for t in x])
+    alone = read(Noisy(), batch_size=None, collate_fn=as_batch)
     assert by_sample(alone, 0) == by_sample(one, 0)
     assert by_sample(read(Noisy(), seed=2), 0) != by_sample(one, 0)
     some = read(Subset(Noisy(), range(22)))

@@ -560,7 +560,7 @@ def test_a_right_learner_passes_and_is_untouched(model, says, capsys, tmp_path):
 @pytest.mark.slow
 def test_the_learners_loader_workers_live_on(capsys):
     others = set(psutil.Process().children())  # a pool of ranks, for one
-    learn = make(dls=make_dls(num_workers=1, persistent_workers=True))
+    learn = make(dls=make_dls(num_workers=1, persistent_workers=True, multiprocessing_context="fork"))
     with learn.no_bar(), learn.no_logging():
         learn.fit(1)
     (worker,) = set(psutil.Process().children()) - others
