@@ -202,7 +202,7 @@ def _axes(known: Mapping[str, Sequence[str]], inputs: Mapping[str, Any]) -> dict
 def example(learn: "Learner") -> tuple[tuple, dict[str, Any], int]:
     """Return the inputs of the first batch of validation, or of training, as arguments, and the number of samples.
 
-    They are on the device. A single sample is doubled.
+    They are on the device. A single sample is doubled, and so are texts of a single token.
 
     Raises:
         ValueError: there is no batch, or it could not be read again.
@@ -222,7 +222,13 @@ def example(learn: "Learner") -> tuple[tuple, dict[str, Any], int]:
     inputs = map_batch(lambda t: t.contiguous() if t.layout == torch.strided else t, inputs)
     if size == 1:
         inputs, size = map_batch(lambda t: torch.cat([t, t]) if t.ndim and len(t) == 1 else t, inputs), 2
-    return ((), dict(inputs[0]), size) if isinstance(inputs[0], Mapping) else (inputs, {}, size)
+    if not isinstance(inputs[0], Mapping):
+        return inputs, {}, size
+    kwargs = dict(inputs[0])
+    for name, axes in dls.inputs.items():
+        if tuple(axes) == ("tokens",) and name in kwargs and kwargs[name].shape[1] == 1:
+            kwargs[name] = torch.cat([kwargs[name]] * 2, 1)  # torch takes a single token for a property, too
+    return (), kwargs, size
 
 
 @contextmanager

@@ -34,6 +34,19 @@ def test_a_program_takes_texts_of_any_length():
         torch.testing.assert_close(program.predict(text).pred, learn.predict(text).pred)
 
 
+def test_a_program_that_is_traced_from_single_tokens_takes_texts_of_any_length():
+    data = TextData.from_texts(["cat", "dog bird", "", ""], ["a", "b", "a", "b"], valid=[2, 3])
+    stream = make_stream()
+    model = Next(stream.vocab_size)
+    for learn in (
+        text_learner(data.dataloaders(device="cpu"), size=8, pairs=16),
+        text_learner(stream.dataloaders(seq_len=1, device="cpu"), model, loss_func=nn.CrossEntropyLoss()),
+    ):
+        program = load_learner(learn.export("texts.pt2"), data=TextData, device="cpu")
+        for text in ("cat", "cat dog bird"):
+            torch.testing.assert_close(program.predict(text).pred, learn.predict(text).pred)
+
+
 def test_a_language_model_becomes_a_program():
     dls = make_stream().dataloaders(tokens=64, seq_len=16, device="cpu")
     learn = text_learner(dls, Next(dls.data.vocab_size), loss_func=nn.CrossEntropyLoss())
