@@ -53,7 +53,7 @@ class ImageData:
             'classes': several classes, a list or a set of their names; floats (n_classes,), 1 for those.
             'numbers': a number or several; floats (n,).
             'points': k points (k, 2), x and y in pixels of the picture in its file; floats (k, 2), in pixels of the
-            resized picture. Pixel 0, 0 is in the upper left corner.
+            resized picture. 0, 0 is the upper left corner, and 0.5, 0.5 the middle of the first pixel.
             'boxes': a dict of 'boxes' (k, 4), x0, y0, x1, y1 in pixels, and their 'labels', by name or number: what
             torchvision's detectors take, in lists of one for each picture. Boxes are cut at the picture's borders.
             'masks': the number of a class for each pixel (H, W): a file, PIL's, an array or a tensor; int64 (H, W),
@@ -303,7 +303,8 @@ class ImageData:
             transform: a transform of `torchvision.transforms.v2` for each picture of the training set, in the workers;
                 or a function f(picture, target) that returns both. It gets the resized picture (channels, height,
                 width), uint8, and its target as `tv_tensors`: `Image`, and `Mask`, `KeyPoints` or `BoundingBoxes`, so
-                that a target follows its picture. Pictures that it returns have one size.
+                that a target follows its picture. Pictures that it returns have one size. Points are one pixel off
+                after a flip of torchvision, which counts from the middle of the first pixel, unlike `augment=True`.
             num_workers: processes that read; by default the cores of the machine over its ranks, up to 8, for files,
                 and none for pictures in memory.
             kwargs: those of `DataLoaders.from_datasets`.
