@@ -893,7 +893,8 @@ class Learner(RunState):
             cbs: callbacks for this run alone.
 
         Returns:
-            (inputs?, preds, targets, decoded?, losses?); targets are `None` if the data have none.
+            (inputs?, preds, targets, decoded?, losses?); targets are `None` if the data have none. Where batches differ
+            in length, as padded texts do, an item is a list with a tensor for each sample.
 
         Raises:
             ValueError: the loss or the data do not allow the requested items.

@@ -132,12 +132,21 @@ class GatherPredictions(Callback):
         joined: dict[str, Any] = concat(batches) if batches else {}  # Without batches, this rank asked for nothing.
         preds = joined.get("preds")
         items = [_single(joined.get("inputs"))] if self.with_input else []
-        items += [self.act(preds) if self.act and preds is not None else preds, _single(joined.get("targets"))]
+        # Where batches differ in length, there is a tensor for each sample.
+        by_row = isinstance(preds, list) and bool(batches) and isinstance(batches[0]["preds"], Tensor)
+        items += [_applied(self.act, preds, by_row) if self.act else preds, _single(joined.get("targets"))]
         if self.with_decoded:
-            items.append(None if preds is None else self._decode(preds))
+            items.append(_applied(self._decode, preds, by_row))
         if self.with_loss:
             items.append(joined.get("losses"))
         self.items = tuple(items)
+
+
+def _applied(function: Callable[[Any], Any], preds: Any, by_row: bool) -> Any:
+    "Apply a function of a batch to predictions, or to those of each sample; `None` stays as it is."
+    if by_row:
+        return [without_batch(function(row[None])) for row in preds]
+    return None if preds is None else function(preds)
 
 
 def _check_rows(name: str, item: Any, size: int) -> None:

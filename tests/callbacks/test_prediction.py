@@ -115,15 +115,27 @@ def test_losses_of_several_elements_are_the_samples_means():
         torch.testing.assert_close(losses, ((preds - targets) ** 2).mean(1))
 
 
+class Tags(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(2, 3)
+
+    def forward(self, x):
+        return self.body(x).transpose(1, 2)
+
+
+def test_samples_of_several_lengths_are_decoded_and_have_probabilities():
+    data = [(torch.randn(n, 2), torch.arange(n) % 3) for n in (3, 7, 5)]
+    learn = make_learner(DataLoaders.from_datasets(data, data, bs=2, collate_fn=padded), Tags(), nn.CrossEntropyLoss())
+    raw = learn.get_preds()[0]
+    assert [row.shape for row in raw] == [(3, 7), (3, 7), (3, 5)]
+    preds, targets, decoded = learn.get_preds(with_decoded=True, probs=True)
+    assert [len(y) for y in targets] == [7, 7, 5]
+    torch.testing.assert_close(preds, [row.softmax(0) for row in raw])
+    assert all(map(torch.equal, decoded, (row.argmax(0) for row in raw)))
+
+
 def test_the_loss_of_a_sample_does_not_depend_on_what_is_beside_it():
-    class Tags(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body = nn.Linear(2, 3)
-
-        def forward(self, x):
-            return self.body(x).transpose(1, 2)
-
     data = [(torch.randn(n, 2), torch.arange(n) % 3) for n in (3, 7, 5)]
     learn = make_learner(DataLoaders.from_datasets(data, data, bs=3, collate_fn=padded), Tags(), nn.CrossEntropyLoss())
     together = learn.get_preds(with_loss=True)[-1]
