@@ -237,6 +237,21 @@ def test_r2_is_exact_far_from_zero():
     assert learn.validate()[1] == pytest.approx(share, rel=1e-6)
 
 
+def test_r2_does_not_depend_on_the_unit_of_the_targets():
+    x, y = make_data(19).tensors
+    learn = make_learner(metrics="r2")
+    found = []
+    for unit in (1.0, 1e-5, 1e-12):
+        learn.model = nn.Linear(x.shape[1], 1, bias=False)
+        nn.init.constant_(learn.model.weight, 0.1 * unit)
+        found.append(learn.validate(dl=[(x, y * unit)])[1])
+    assert found == pytest.approx(found[:1] * 3)
+    assert found[0] < 0.9
+    # As in scikit-learn, of equal targets nothing is explained; of one target there is no value.
+    assert learn.validate(dl=[(x, torch.full_like(y, 0.1))] * 2)[1] == 0
+    assert math.isnan(learn.validate(dl=[(x[:1], y[:1])])[1])
+
+
 @pytest.mark.ranks(2)
 def test_r2_on_ranks_is_exact_far_from_zero():
     found = []

@@ -78,6 +78,25 @@ def _of_targets_that_count(kind: Any) -> Any:
     return OfTargetsThatCount
 
 
+def _of_any_unit(kind: Any) -> Any:
+    """Return torchmetrics' R2Score with a value that does not depend on the unit of the targets; NaN of fewer than two.
+
+    torchmetrics takes sums of squares up to 1e-4 for 0, and would call every prediction of small numbers perfect.
+    """
+
+    class OfAnyUnit(kind):
+        def compute(self) -> Tensor:
+            if self.total < 2:
+                return torch.tensor(math.nan)
+            spread = self.sum_squared_error - self.sum_error * (self.sum_error / self.total)
+            # The spread of equal targets is no more than rounding. Their value is that of scikit-learn.
+            is_constant = spread <= 100 * torch.finfo(spread.dtype).eps * self.sum_squared_error
+            missed = torch.where(is_constant, (self.residual > 0).to(spread.dtype), self.residual / spread)
+            return 1 - missed.mean()
+
+    return OfAnyUnit
+
+
 class OfTorchmetrics:
     """A metric of torchmetrics by its name. Several classes or labels have the mean of their values ("macro").
 
@@ -134,8 +153,8 @@ class OfTorchmetrics:
         if name == "auc":
             kind = _of_classes_that_occur(kind)
             options.get(task, {})["average"] = "none"
-        elif task:
-            kind = _of_targets_that_count(kind)
+        else:
+            kind = _of_targets_that_count(kind) if task else _of_any_unit(kind)
         self.metric = kind(**options.get(task, {}))
 
     def given(self, pred: Tensor, target: Tensor) -> tuple[Tensor, tuple[Tensor]]:
