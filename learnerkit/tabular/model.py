@@ -30,7 +30,7 @@ class TabularModel(nn.Module):
         bn: have BatchNorm in the hidden layers. On standardised numbers it seldom helps, and with it the numbers of
             several processes are not those of one.
         scale: (mean, std) by which outputs are moved and multiplied, those of a target in its own units, so that how
-            well it is learned does not depend on them.
+            well it is learned does not depend on them. A std below about 1e-4 is too small for the `eps` of AdamW.
         y_range: (low, high) between which outputs are kept by a sigmoid, instead of `scale`.
     """
 
