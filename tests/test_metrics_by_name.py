@@ -222,6 +222,17 @@ def test_there_is_no_area_under_the_curve_where_all_answers_are_alike(answer):
     assert math.isnan(learn.validate()[1])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_area_under_the_curve_knows_the_order_of_sure_answers(dtype):
+    x, y = torch.arange(18.0, 30)[:, None], torch.tensor([0, 1, 0, 0, 1, 0, 1, 1, 0, 1, 1, 1])
+    area = by_hand(x[:, 0] > 0, y == 1, x[:, 0])[3]
+    for classes, loss, weight in ((None, Labels(), [[1.0]]), ("no", nn.CrossEntropyLoss(), [[0.0], [1.0]])):
+        learn = make_learner(one_loader(TensorDataset(x.to(dtype), y), classes), metrics="auc")
+        learn.model, learn.loss_func = nn.Linear(1, len(weight), bias=False, dtype=dtype), loss
+        learn.model.weight.data = torch.tensor(weight, dtype=dtype)
+        assert learn.validate()[1] == pytest.approx(area)
+
+
 def test_each_pixel_of_a_mask_may_be_a_yes_or_no():
     x, y = torch.randn(6, 2, 3, 4), torch.randint(2, (6, 1, 3, 4))
     learn = make_learner(one_loader(TensorDataset(x, y), None), nn.Conv2d(2, 1, 1), Labels(), metrics=OF_CLASSES)

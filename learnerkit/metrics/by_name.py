@@ -173,7 +173,9 @@ class OfTorchmetrics:
         self.metric.to(pred.device)
         if self._task == "Multiclass" and not self._is_in_dim_1:
             pred = pred.movedim(class_axis(pred, target, self._name), 1)
-        made = self._rule(pred.detach())
+        pred = pred.detach()
+        # In float32 all probabilities of scores above 17 are 1, and their order, which the area is about, is lost.
+        made = self._rule(wide(pred) if self._name in _OF_PROBABILITIES else pred)
         if self._task == "Multiclass":
             if pred.shape[1] > self._n:  # torchmetrics would count one pair of classes as another
                 raise ValueError(
