@@ -133,7 +133,7 @@ class GatherPredictions(Callback):
         preds = joined.get("preds")
         items = [_single(joined.get("inputs"))] if self.with_input else []
         # Where batches differ in length, there is a tensor for each sample.
-        by_row = isinstance(preds, list) and bool(batches) and isinstance(batches[0]["preds"], Tensor)
+        by_row = batches is not None and isinstance(preds, list) and isinstance(batches[0]["preds"], Tensor)
         items += [_applied(self.act, preds, by_row) if self.act else preds, _single(joined.get("targets"))]
         if self.with_decoded:
             items.append(_applied(self._decode, preds, by_row))
