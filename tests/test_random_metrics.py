@@ -6,7 +6,6 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from sklearn import metrics as reference
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -54,11 +53,15 @@ def draw(seed):
 
 def area(columns):
     """The mean of the areas under the curves of (answers, scores) in which both answers occur."""
+    from sklearn import metrics as reference  # here, as its import takes seconds
+
     areas = [reference.roc_auc_score(y, p) for y, p in columns if 0 < y.sum() < len(y)]
     return sum(areas) / len(areas) if areas else math.nan
 
 
 def shares(found, actual, **options):
+    from sklearn import metrics as reference
+
     names = ("f1", "precision", "recall")
     functions = (reference.f1_score, reference.precision_score, reference.recall_score)
     return {name: f(actual, found, zero_division=0, **options) for name, f in zip(names, functions, strict=True)}
@@ -66,6 +69,8 @@ def shares(found, actual, **options):
 
 def expected(loss, preds, targets):
     """The metrics of all predictions at once, by scikit-learn and by hand."""
+    from sklearn import metrics as reference
+
     preds = preds.double()
     if isinstance(loss, nn.MSELoss):
         off = preds - targets

@@ -143,7 +143,7 @@ class GatherPredictions(Callback):
 
 
 def _applied(function: Callable[[Any], Any], preds: Any, by_row: bool) -> Any:
-    "Apply a function of a batch to predictions, or to those of each sample; `None` stays as it is."
+    """Apply a function of a batch to predictions, or to those of each sample; `None` stays as it is."""
     if by_row:
         return [without_batch(function(row[None])) for row in preds]
     return None if preds is None else function(preds)
