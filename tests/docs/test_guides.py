@@ -6,9 +6,7 @@ import importlib.util
 import json
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from queue import SimpleQueue
 
 import pytest
 from launching import SCRIPTS, environment, without_chatter
@@ -101,31 +99,6 @@ def server():
     server.close()
 
 
-@pytest.fixture(scope="module")
-def found(request, tmp_path_factory):
-    """What is wrong with each page that is tested: they are run two at a time, as they often wait for processes."""
-    pages = [item.callspec.params["page"] for item in request.session.items if item.originalname == RUNS]
-    pages = [page for page in pages if not missing(page)]
-    servers: SimpleQueue[PageServer] = SimpleQueue()
-    for _ in range(min(2, len(pages))):
-        servers.put(PageServer())
-
-    def run(page):
-        server = servers.get()
-        try:
-            return server.run(page, tmp_path_factory.mktemp(page.stem) / "page")
-        except AssertionError as error:  # the server has ended
-            return str(error)
-        finally:
-            servers.put(server)
-
-    with ThreadPoolExecutor(2) as threads:
-        results = dict(zip(pages, threads.map(run, pages), strict=True))
-    while not servers.empty():
-        servers.get().close()
-    return results
-
-
 def missing(page):
     """The packages that a page needs and that are not there."""
     return [name for name in needs(page.read_text(encoding="utf-8")) if importlib.util.find_spec(name) is None]
@@ -146,13 +119,12 @@ LONG = (
     [pytest.param(p, marks=pytest.mark.soak if p.name in LONG else pytest.mark.slow) for p in all_pages()],
     ids=lambda path: str(path.relative_to(NBS)),
 )
-def test_the_code_of_a_page_runs(page, found):
+def test_the_code_of_a_page_runs(page, server, tmp_path):
     if missing(page):
         pytest.skip(f"the page needs {', '.join(missing(page))}")
-    assert not found[page], f"\n{found[page]}"
+    wrong = server.run(page, tmp_path / "page")
+    assert not wrong, f"\n{wrong}"
 
-
-RUNS = "test_the_code_of_a_page_runs"
 
 # Of the test itself
 

@@ -1,4 +1,4 @@
-"""Runs pages of the documentation, each in a fork of this process, which has imported torch and learnerkit before.
+"""Runs pages of the documentation, each in a fork of this process, which has imported what most of them need before.
 
 A line on standard input is {"page": path, "folder": path, "results": path}. To that last file the page's process writes
 a line of JSON for each fence that it has run. When the page has ended, a line on standard output says how:
@@ -32,6 +32,7 @@ import torch
 
 import learnerkit.learner  # noqa: F401 - so that no page has to wait for it
 
+torch.optim.SGD([torch.zeros(1)])  # the first optimizer of a process imports torch's compiler, which takes a second
 LIMIT = 300.0  # seconds for a page, on a busy machine
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER: what a page leaves behind becomes a child of this process
 
