@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import tempfile
+from functools import cache
 from pathlib import Path
 
 import guards
@@ -19,6 +20,14 @@ if hasattr(os, "SCHED_BATCH"):
     # Woken threads of gloo, here and in all processes of the tests, do not interrupt each other on few cores: tests on
     # ranks use a fifth less of the processor.
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+gc.disable()  # until all is collected: what has been imported stays, and need not be looked through again and again
+
+
+def pytest_runtestloop():
+    """Collect garbage while tests run."""
+    gc.enable()
 
 
 def pytest_runtest_setup(item):
@@ -53,11 +62,16 @@ LONG = ("checkpoints/test_faults.py", "docs/test_*.py", "notebook/test_kernel.py
 
 def place_of(item):
     """Where a test stands: with several processes of tests, what takes long must not begin last."""
-    if item.path.match("preflight/test_ranks.py"):
+    place = place_of_file(item.path)
+    return 1 if place and runs_on_ranks(item.nodeid) else place
+
+
+@cache
+def place_of_file(path):
+    """Where the tests of a file stand that do not run on ranks."""
+    if path.match("preflight/test_ranks.py"):
         return 0  # a process in which torch's compiler has trained cannot be forked, as check_distributed does
-    if runs_on_ranks(item.nodeid):
-        return 1
-    return 2 if any(item.path.match(name) for name in LONG) else 3
+    return 2 if any(path.match(name) for name in LONG) else 3
 
 
 def runs_on_ranks(nodeid):

@@ -42,10 +42,11 @@ def nothing_left_behind(allowed: Callable[[], set[int]] = set, has_group: bool =
     if joined and not has_group:
         dist.destroy_process_group()
     after = _globals()
-    _put_back(before)
     changed = {
         name: (before.get(name), after.get(name)) for name in before | after if before.get(name) != after.get(name)
     }
+    if changed:
+        _put_back(before)
     assert not changed, f"the test left these changed (before, after): {changed}"
     assert not names, f"the test left these processes: {names}"
     assert joined == has_group, "the test left a process group" if joined else "the test took the process group away"

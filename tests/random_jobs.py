@@ -20,8 +20,6 @@ from torch.nn import functional as F
 from torch.optim import LBFGS, SGD, Adam, AdamW, RMSprop
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import IterableDataset, Sampler, Subset, TensorDataset, WeightedRandomSampler
-from torchmetrics.classification import MulticlassF1Score
-from torchmetrics.regression import MeanAbsoluteError
 
 from learnerkit import (
     EMA,
@@ -800,13 +798,18 @@ class Biggest(Metric):
         return self.total / self.n + self.most
 
 
+def of_torchmetrics(loss):
+    from torchmetrics import classification, regression  # here, as their import takes seconds
+
+    if loss == "classes":
+        return [classification.MulticlassF1Score(CLASSES)]
+    return [regression.MeanAbsoluteError().set_dtype(torch.float64)]
+
+
 MEASURES = {
-    "names": {"classes": lambda: ["f1"], "numbers": lambda: ["mae"]},
-    "torchmetrics": {
-        "classes": lambda: [MulticlassF1Score(CLASSES)],
-        "numbers": lambda: [MeanAbsoluteError().set_dtype(torch.float64)],
-    },
-    "own": {"classes": lambda: [Biggest()], "numbers": lambda: [Biggest()]},
+    "names": lambda loss: ["f1" if loss == "classes" else "mae"],
+    "torchmetrics": of_torchmetrics,
+    "own": lambda loss: [Biggest()],
 }
 
 
@@ -815,7 +818,7 @@ def make(job, folder, cbs, batch):
     classes = job["loss"] in ("classes", "weighted classes", "smoothed", "the model's", "trained", "reads the inputs")
     metrics = [AccumMetric(right, name="right")] if classes or job["loss"] == "ignored" else []
     metrics += [accuracy] if classes else [mse, rmse] if job["loss"] in ("numbers", "sum") else []
-    metrics += MEASURES[job["measure"]][job["loss"]]() if job["measure"] else []
+    metrics += MEASURES[job["measure"]](job["loss"]) if job["measure"] else []
     loss, weight = make_loss(job)
     cls = TwoBackwards if job["backward"] == "its own" else TwoKinds if job["groups"] == "two optimizers" else Learner
     dls = make_loaders(job, batch)

@@ -4,6 +4,7 @@
 import pickle
 import warnings
 from contextlib import nullcontext
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from learnerkit.metrics import make_meters
 from learnerkit.metrics.libraries import torchmetrics_in
 from learnerkit.metrics.meters import GatheringMeter
 
-torchmetrics = pytest.importorskip("torchmetrics")
+pytestmark = pytest.mark.skipif(find_spec("torchmetrics") is None, reason="needs torchmetrics")
 
 # How the four batches of the catalogue are dealt to the ranks
 DEALS = {"one rank has none": (0, 0, 0, 0), "three to one": (0, 1, 0, 0), "the first has one": (1, 0, 1, 1)}
@@ -176,74 +177,6 @@ def test_batches_are_gathered_only_where_states_do_not_tell():
 # Classes of users
 
 
-class Listing(torchmetrics.Metric):
-    """With lists that ranks do not reduce."""
-
-    def __init__(self):
-        super().__init__()
-        self.add_state("seen", [], dist_reduce_fx=None)
-        self.add_state("n", torch.tensor(5), "sum")  # which does not begin at 0
-
-    def update(self, pred, target):
-        for p, t in zip(pred, target, strict=True):
-            self.seen.append(p - t)
-        self.n += len(pred)
-
-    def compute(self):
-        order = torch.arange(1, 1 + len(self.seen))
-        return (torch.stack(self.seen) * order).sum() + self.n
-
-
-class Careless(torchmetrics.Metric):
-    """Keeps something that it does not declare, and a mean whose reduction is its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.add_state("mean", torch.tensor(0.0, dtype=torch.float64), lambda x: x.mean(0))
-        self.n, self.parts = 0, {"last": [0.0]}
-
-    def reset(self):
-        super().reset()
-        self.n = 0
-
-    def update(self, pred, target):
-        self.mean = (self.mean * self.n + (pred - target).sum()) / (self.n + len(pred))
-        self.n += len(pred)
-        self.parts["last"][0] = float(pred[-1])
-
-    def compute(self):
-        return self.mean + self.n + self.parts["last"][0]
-
-
-class Mean(torchmetrics.Metric):
-    """Says that the mean of the ranks' means is that of all samples."""
-
-    def __init__(self):
-        super().__init__()
-        self.add_state("mean", torch.tensor(0.0), "mean")
-
-    def update(self, pred, target):
-        self.mean = pred.mean().float()
-
-    def compute(self):
-        return self.mean
-
-
-class Window(torchmetrics.Metric):
-    """Keeps the last items of a list that ranks join."""
-
-    def __init__(self):
-        super().__init__()
-        self.add_state("last", [], "cat")
-
-    def update(self, pred, target):
-        self.last.append(pred)
-        self.last = self.last[-1:] if len(self.last) > 2 else self.last
-
-    def compute(self):
-        return torch.cat(self.last).mean()
-
-
 class Wrapping:
     """An object of the user's around one of torchmetrics."""
 
@@ -329,6 +262,8 @@ class Joining(Metric):
 
 @pytest.mark.ranks(2, soak=[3])
 def test_classes_of_users_equal_one_process():
+    from own_metrics import Careless, Listing
+
     for new in (Listing, Careless, Wrapping, Merging):
         assert check(new, difference_batches()) == [], new.__name__
 
@@ -341,6 +276,8 @@ def test_states_that_a_metric_declares_in_an_update_are_joined():
 
 @pytest.mark.ranks(2)
 def test_what_cannot_be_combined_is_refused_by_name():
+    from own_metrics import Mean, Window
+
     with pytest.raises(ValueError, match="the state 'mean' of Mean is a mean.*AccumMetric"):
         on_ranks(Mean(), difference_batches(), (0, 1, 0, 1))
     with pytest.raises(ValueError, match="metric 'm' cannot be combined.*items from 'last' of Window.*AccumMetric"):
@@ -362,6 +299,8 @@ def test_a_metric_that_pickle_does_not_take_is_named():
 
 @pytest.mark.ranks(2)
 def test_a_result_in_between_changes_nothing():
+    from own_metrics import Careless, Listing
+
     batches = difference_batches()
     for new in (Listing, Careless, Merging):
         expected, metric = alone(new(), batches), new()
@@ -405,21 +344,9 @@ def test_what_no_process_can_combine_is_refused_at_once():
 # In a fit
 
 
-class Kept(torchmetrics.Metric):
-    def __init__(self):
-        super().__init__()
-        self.add_state("preds", [], "cat")
-
-    def update(self, pred, target):
-        self.preds.append(pred.double().sum(1))
-
-    def compute(self):
-        order = torch.arange(1, 1 + sum(map(len, self.preds)))
-        return (torch.cat(self.preds) * order).sum()
-
-
 def fitted(sharing):
     from helpers import make_classes, make_dls, make_learner, make_model
+    from own_metrics import Kept
     from torchmetrics.classification import MulticlassAUROC
 
     torch.manual_seed(0)
@@ -453,6 +380,7 @@ def test_metrics_without_sharing_are_those_recorded():
 @pytest.mark.ranks(2)
 def test_a_metric_that_depends_on_how_samples_are_cut_is_warned_of_once():
     from helpers import make_classes, make_dls, make_learner, make_model
+    from own_metrics import Kept
 
     def geometric(pred, target):
         return torch.nn.functional.cross_entropy(pred, target).exp()

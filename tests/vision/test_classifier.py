@@ -6,7 +6,6 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
-import timm
 import torch
 from helpers import Wrapped, mostly_slow, same_weights, weights
 from torch import nn
@@ -439,6 +438,8 @@ def test_a_line_says_whose_network_it_is_and_that_it_is_new(name, line, resnet18
 
 
 def test_weights_of_timm_are_those_of_its_file_and_the_body_starts_frozen(capsys):
+    import timm
+
     set_seed(0)
     saved = timm.create_model("resnet10t")
     torch.save(saved.state_dict(), "weights.pth")
