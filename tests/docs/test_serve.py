@@ -11,11 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
-import httpx
 import numpy as np
 import psutil
 import pytest
-from fastapi.testclient import TestClient
 from helpers import ROOT
 from launching import environment
 from pages import NBS, fences
@@ -79,6 +77,8 @@ def rows():
 
 @pytest.mark.soak
 def test_twenty_clients_get_the_predictions_for_their_own_inputs(model):
+    import httpx
+
     learn, inputs = load_learner(model, data=TabularData, device="cpu"), rows()
     expected = [learn.predict(row) for row in inputs]
     before = {child.pid for child in psutil.Process().children(recursive=True)}
@@ -113,6 +113,8 @@ def test_twenty_clients_get_the_predictions_for_their_own_inputs(model):
 
 @pytest.mark.soak
 def test_a_request_that_it_has_is_answered_before_it_ends(model):
+    import httpx
+
     service, row = Service(MODEL=str(model), DATA="TabularData", WAIT="3000"), rows()[0]
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(httpx.post, f"{service.address}/predict", json={"input": row}, timeout=120)
@@ -131,6 +133,8 @@ def test_a_service_without_its_model_does_not_start():
 
 @pytest.mark.slow
 def test_pictures_are_read_from_the_body_alone_and_points_are_answered_as_lists(monkeypatch):
+    from fastapi.testclient import TestClient
+
     path = datasets.drawn_shapes("shapes", 10) / "images" / "0000.png"
     data = ImageData.from_items([path] * 8, [[[3.0, 4.0]]] * 8, None, targets="points", size=32)
     network = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2))
