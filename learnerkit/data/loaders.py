@@ -162,7 +162,8 @@ class DataLoaders:
             weights: draw training samples with replacement, as many as there are, in proportion to these weights:
                 'balanced' draws each class equally often; a mapping gives the weight of the samples of each class by
                 its name; or give one weight for each sample.
-            num_workers: worker processes of each loader; reading whole batches needs none and starts none.
+            num_workers: worker processes of each loader; reading whole batches needs none and starts none. On Linux
+                they are forked, unless the program has chosen 'spawn', or `multiprocessing_context=` says otherwise.
             device, n_inp, target_keys, ignore_keys, batch_size, batch_dim, classes, decode: as for `DataLoaders`.
             loader_kwargs: for `torch.utils.data.DataLoader`; `sampler`, `batch_sampler` and `drop_last` are for the
                 training loader only. Pinned memory is used by default if the device is a CUDA device.
