@@ -17,7 +17,7 @@ from learnerkit.callback import Callback
 from learnerkit.callbacks.debugging import ShortLoader
 from learnerkit.data.batches import likely_sizes
 from learnerkit.data.order import refuse_iterator
-from learnerkit.distributed import PeerError
+from learnerkit.distributed import PeerError, seeds
 from learnerkit.endings import ending_of
 from learnerkit.events import CancelFitException, CancelValidException
 from learnerkit.inspection.undoing import trial
@@ -385,24 +385,23 @@ def judge_count(learn: "Learner") -> str:
         return ""
     batch = (learn.xb, learn.yb)
     size = learn.batch_size
-    results = list[tuple[float, float]]()
+    results, states = list[tuple[float, float]](), list[list[Tensor]]()
     with trial(learn, unwrap(learn.model)), torch.no_grad(), suppress(Exception):  # it may be unable to run on a part
         learn.model.eval()
-        for rows in (slice(size), slice(size), slice(size // 3), slice(size // 3, size)):
+        for rows in (slice(size), slice(size // 3), slice(size // 3, size)):
+            states.append([torch.get_rng_state(), *seeds.device_states(learn.dls.device)])
             learn.xb, learn.yb = map_batch(partial(_rows, rows, size), batch)
             (learn.batch_size,) = likely_sizes([*learn.xb, *learn.yb])
             learn._forward()
             learn._loss()
             results.append((float(learn.loss), 1.0 if losses.loss_sums(learn) else float(losses.batch_count(learn))))
-    half = learn.loss_grad.dtype.itemsize < 4 or torch.is_autocast_enabled(learn.dls.device.type)
-    alike = partial(math.isclose, rel_tol=1e-2 if half else 1e-4)
-    if len(results) < 4 or not all(math.isfinite(value) and count for value, count in results):
+    comparable = len(results) == 3 and all(map(torch.equal, states[0], states[-1]))
+    if not comparable or not all(math.isfinite(value) and count for value, count in results):
         return losses.doubtful_count(learn)
-    (whole, count), (again, _), *parts = results
-    if not alike(again, whole):
-        return losses.doubtful_count(learn)
+    (whole, count), *parts = results
     joined = sum(value * n for value, n in parts) / count
-    if alike(joined, whole):
+    half = learn.loss_grad.dtype.itemsize < 4 or torch.is_autocast_enabled(learn.dls.device.type)
+    if math.isclose(joined, whole, rel_tol=1e-2 if half else 1e-4):
         return ""
     return (
         f"in eval mode, two parts of the batch, weighed by the {parts[0][1]:g} and {parts[1][1]:g} that they count, "
