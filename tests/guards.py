@@ -104,8 +104,9 @@ def _put_back(before):
 def _is_running(process):
     try:
         # Python's own helpers, for shared memory and for starting workers, live as long as the process that made them.
-        helper = any(name in _command(process) for name in ("resource_tracker", "multiprocessing.forkserver"))
-        return process.status() != psutil.STATUS_ZOMBIE and not helper
+        command = _command(process)
+        is_helper = "resource_tracker" in command or "multiprocessing.forkserver" in command
+        return process.status() != psutil.STATUS_ZOMBIE and not is_helper
     except psutil.Error:
         return False
 

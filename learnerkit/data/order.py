@@ -81,10 +81,12 @@ def has_state(x: Any) -> bool:
 
 def _needs_arguments(function: Any) -> bool:
     try:
-        parameters = signature(function).parameters.values()
-    except (TypeError, ValueError):  # a function in C
-        return False
-    return any(p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
+        signature(function).bind()
+    except TypeError:
+        return True
+    except ValueError:  # a function in C, which has no signature
+        pass
+    return False
 
 
 def order_sources(dl: Any) -> list[Any]:

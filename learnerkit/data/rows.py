@@ -47,6 +47,7 @@ def _as_rows(n: int, indices: Any) -> Tensor:
     return rows.where(rows >= 0, rows + n)
 
 
+# How Python starts processes, unless the program says otherwise.
 _FORKSERVER_BY_DEFAULT = sys.platform == "linux" and sys.version_info >= (3, 14)
 
 
@@ -64,8 +65,8 @@ class RowsLoader(DataLoader):
     only_inputs = False
 
     def __init__(self, dataset: Dataset, **kwargs: Any) -> None:
-        default = kwargs.get("num_workers") and kwargs.get("multiprocessing_context") is None
-        if default and _FORKSERVER_BY_DEFAULT and multiprocessing.get_start_method(allow_none=True) != "spawn":
+        leaves_it_open = kwargs.get("num_workers") and kwargs.get("multiprocessing_context") is None
+        if leaves_it_open and _FORKSERVER_BY_DEFAULT and multiprocessing.get_start_method(allow_none=True) != "spawn":
             # Other workers would import the script again, and could not load classes of a notebook's cells.
             kwargs["multiprocessing_context"] = "fork"
         super().__init__(dataset, **kwargs)

@@ -88,8 +88,10 @@ def make_learner(**kwargs):
 
 
 def children():
-    import psutil  # Python's own helpers, for shared memory and for starting workers, stay
-    return [p.pid for p in psutil.Process().children() if "from multiprocessing." not in " ".join(p.cmdline())]
+    import psutil
+    helpers = "resource_tracker", "forkserver"  # Python's own, for shared memory and for starting workers: they stay
+    commands = {p.pid: " ".join(p.cmdline()) for p in psutil.Process().children()}
+    return [pid for pid, command in commands.items() if not any(helper in command for helper in helpers)]
 """
 
 
