@@ -18,11 +18,11 @@ from learnerkit.data.loaders import DataLoaders
 from learnerkit.data.order import why_empty
 from learnerkit.explain.mends import NOT_ALONE
 from learnerkit.losses import loss_name, unwrap_partial
-from learnerkit.optim import parameters_of
+from learnerkit.optim import not_among, parameters_of
 from learnerkit.state import Learner
-from learnerkit.text import did_you_mean
-from learnerkit.torch_internals import BatchNorm
-from learnerkit.utils import library_of, overrides, restorer
+from learnerkit.text import did_you_mean, first_few
+from learnerkit.torch_internals import BatchNorm, version_of
+from learnerkit.utils import library_of, overrides, owner_of, restorer
 from learnerkit.values import describe
 
 
@@ -278,7 +278,19 @@ def check_not_empty(dl: Iterable, name: str) -> None:
 
 
 @contextmanager
-def last_batch_checked(learn: "Learner") -> Iterator[None]:
+def pass_checked(learn: "Learner") -> Iterator[None]:
+    """Check the loader, and the loss's parameters, before and after a loader is read in this context."""
+    with _last_batch_checked(learn), _untrained_loss_told(learn):
+        yield
+    if learn.iter < 0 and learn.n_ranks == 1:
+        name = "training" if learn.training else "validation"
+        once = "; an iterator can be read only once: pass a list, a DataLoader or a class with __iter__"
+        is_iterator = hasattr(learn.dl, "__next__")
+        raise ValueError(f"the {name} loader gave no batches in epoch {learn.epoch}{once if is_iterator else ''}")
+
+
+@contextmanager
+def _last_batch_checked(learn: "Learner") -> Iterator[None]:
     """Refuse training at its first batch if its last batch is a single sample, too few for the model's BatchNorm."""
     text = lone_last_batch(learn.dl, learn.model) if learn.training and not learn.train_iter else None
     if text is None or (learn.n_steps is not None and learn.n_steps * learn.step_batches < (learn.n_iter or 0)):
@@ -293,6 +305,24 @@ def last_batch_checked(learn: "Learner") -> Iterator[None]:
 
     with watched_norms(learn, refuse):
         yield
+
+
+@contextmanager
+def _untrained_loss_told(learn: "Learner") -> Iterator[None]:
+    """Warn after the first epoch of a fit of the loss's parameters that got gradients, and that no step has changed.
+
+    That no optimizer of the learner has them is not enough: a callback may train them by another one.
+    """
+    loss, untrained = owner_of(learn.loss_func), dict[str, tuple[nn.Parameter, int]]()
+    if isinstance(loss, nn.Module) and learn.training and learn.task == "fit" and learn.epoch == learn.start_epoch:
+        others = not_among([*learn.model.parameters(), *parameters_of(learn.opts)], loss)
+        untrained = {name: (p, version_of(p)) for name, p in others.items() if p.requires_grad}
+    yield
+    if names := [name for name, (p, version) in untrained.items() if p.grad is not None and version_of(p) == version]:
+        distributed.warn_once(
+            f"{loss_name(loss)} has parameters that no optimizer trains ({first_few(names)}), so they keep their "
+            "values: let splitter= return them with the model's, or freeze them by requires_grad_(False)"
+        )
 
 
 def lone_last_batch(dl: Any, model: nn.Module) -> str | None:
@@ -331,15 +361,6 @@ def watched_norms(learn: "Learner", note: Callable[[], None]) -> Iterator[None]:
             if isinstance(norm, BatchNorm):
                 stack.callback(norm.register_forward_pre_hook(check).remove)
         yield
-
-
-def check_read(learn: "Learner") -> None:
-    """Refuse a loader that gave no batches."""
-    if learn.iter < 0 and learn.n_ranks == 1:
-        name = "training" if learn.training else "validation"
-        once = "; an iterator can be read only once: pass a list, a DataLoader or a class with __iter__"
-        is_iterator = hasattr(learn.dl, "__next__")
-        raise ValueError(f"the {name} loader gave no batches in epoch {learn.epoch}{once if is_iterator else ''}")
 
 
 def check_length(dl: Iterable, who: str) -> int:

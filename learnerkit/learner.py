@@ -392,13 +392,12 @@ class Learner(RunState):
         agreement = self._agreement
         arguments_taken = own_loss_arguments(self.loss_func, self.model)
         self._unpack = Unpacker(self.dls, self.dl, self._device, arguments_taken, agreement is not None)
-        with arguments.last_batch_checked(self), optim.no_gradients_left(self), reading(self):
+        with arguments.pass_checked(self), optim.no_gradients_left(self), reading(self):
             for self.iter, self.batch in enumerate(self._unpack.dl, self.first_iter):
                 self._batch_index = self.iter
                 self._one_batch() if agreement is None else agreement.run_batch(self._one_batch)
         if agreement is not None:
             agreement.end_batches()
-        arguments.check_read(self)
 
     def _one_batch(self) -> None:
         self.batch, self.xb, self.yb, self.batch_size = self._unpack(self.batch, self.iter)

@@ -221,3 +221,46 @@ def test_a_killed_loader_worker_is_explained():
     for other in (RuntimeError("a DataLoader worker"), FileNotFoundError(2, "No such file")):
         explain(make_learner(), other)
         assert not hasattr(other, "__notes__")
+
+
+class Scaled(nn.Module):
+    """A loss with a trainable scale."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, pred, target):
+        return nn.functional.cross_entropy(pred * self.scale, target)
+
+
+class OwnOptimizer(Callback):
+    """Trains the loss's scale by an optimizer that the learner does not know, and leaves its gradient behind."""
+
+    def __init__(self, loss):
+        self.own = SGD(loss.parameters(), lr=0.1)
+
+    def before_backward(self):
+        self.own.zero_grad()
+
+    def after_step(self):
+        self.own.step()
+
+
+def test_parameters_of_a_loss_that_no_optimizer_trains_are_told(monkeypatch):
+    monkeypatch.setattr("learnerkit.distributed.facts._warned", set())
+    learn = make_learner(loss_func=Scaled(), cbs=Callback(before_validate=lambda cb: told.append("validation")))
+    told = []
+    monkeypatch.setattr("learnerkit.utils.warn", told.append)
+    learn.fit(2)
+    assert told[0].startswith("Scaled has parameters that no optimizer trains (scale), so they keep their values")
+    assert told[1:] == ["validation"] * 2  # before the first validation, and once
+
+
+def test_parameters_of_a_loss_that_are_trained_or_frozen_are_not_told(monkeypatch):
+    monkeypatch.setattr("learnerkit.distributed.facts._warned", set())
+    loss, frozen = Scaled(), Scaled()
+    frozen.requires_grad_(False)
+    make_learner(loss_func=frozen).fit(1)
+    make_learner(loss_func=loss, cbs=OwnOptimizer(loss)).fit(1)
+    make_learner(loss_func=loss, splitter=lambda model: [[*model.parameters(), *loss.parameters()]]).fit(1)
