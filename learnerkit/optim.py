@@ -899,7 +899,8 @@ def has_types(model: nn.Module, weights: Mapping[str, Any]) -> bool:
 def _keep_types(opt: Optimizer, saved: dict, same_types: bool) -> None:
     """Give state the types that the optimizer keeps, after torch's loading has cast it to those of its parameters.
 
-    They are known of torch's optimizers; others have saved them, if the parameters have not changed theirs.
+    For torch's optimizers these types are known. For others they are the saved ones, unless the parameters have got
+    another type since.
     """
     for group, theirs in zip(opt.param_groups, saved["param_groups"], strict=True):
         made = None

@@ -676,7 +676,7 @@ class Resumption:
                 position.load_own_state_dict(self.state["rank"].get("position"))
             if place != FIT:
                 learn.start_epoch = position.epoch if data and position else counters["epoch"] + (place == EPOCH)
-            # A fit that is shorter now, or had only to end, has no epoch left, and so no `before_train`.
+            # A fit without an epoch left, as it is shorter now or was about to end, has no `before_train`.
             trained = counters["pct_train"] >= 1 if learn.n_epoch is None else learn.start_epoch >= learn.n_epoch
             if (place == FIT or trained) and data and data["samplers"] is not None:
                 put_states(order_sources(learn.dls.train), data["samplers"])
@@ -709,7 +709,7 @@ class Resumption:
         with fitting(self.name):
             before, now = counters["n_epoch"], learn.n_epoch
             if now and (before or not counters["n_steps"]):  # A budget of steps sets it by itself.
-                # Of equal lengths the value is exact, without a rounding.
+                # If the lengths are equal, the value is exact, without a rounding.
                 learn.pct_train = counters["pct_train"] * (1 if now == before else before / now)
             put_rest(learn, self.state, self.name)
 

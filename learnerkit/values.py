@@ -144,7 +144,7 @@ def digests(tensors: Iterable[Tensor]) -> list[int]:
 
 def in_a_row(t: Tensor) -> Tensor:
     """Return a tensor's values as a row without gaps, so that it can be viewed as bytes; a copy only if it has gaps."""
-    return t.contiguous().as_strided((t.numel(),), (1,))  # of one value any stride is "contiguous"
+    return t.contiguous().as_strided((t.numel(),), (1,))  # a single value is "contiguous" with any stride
 
 
 def _words(t: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ class _Averaging(Callback):
         module: another module that holds the average; `None`: the model holds it while it is validated or saved.
     """
 
-    order = 15  # after DistributedCallback, which says where the model is
+    order = 15  # after DistributedCallback, which moves and wraps the model
     run_valid = False
     module: nn.Module | None = None
 

@@ -43,7 +43,7 @@ class LossMeter(WeighedScalars):
         super().__init__()
         self.parts = {name: WeighedScalars() for name in parts}
         self.cancelled: list[bool] = []  # whether each batch was cancelled before its loss
-        self.n_cancelled = 0  # of these; a logger asks in each step
+        self.n_cancelled = 0  # how many of these are True; a logger asks in each step
         self.steps = 0  # up to the last step in which this rank had samples
 
     def update(self, learn: "Learner") -> None:
@@ -467,7 +467,7 @@ class Recorder(Callback):
             kept = ("metric_names", "values", "losses", "step_losses", "lrs", "iters", "hps", "final_record", "log")
             self.history.append(PastFit(**{name: getattr(self, name) for name in kept}))
         if self._in_epoch:
-            self.logged = {}  # of an epoch that was cut short; callbacks may have logged for this fit already
+            self.logged = {}  # values of an epoch that was cut short; callbacks may have logged for this fit already
         self._written = None
         self._start()
         metrics = self.learn.metrics

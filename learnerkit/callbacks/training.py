@@ -230,7 +230,7 @@ class MCDropout(Callback):
     run_train = False
 
     def __init__(self) -> None:
-        # Of each evaluation that goes on: whether torch's fast path was on, and the modules that are to be put back.
+        # For each evaluation in progress: whether torch's fast path was on, and the modules that are put back after it.
         self._before: list[tuple[bool, list[nn.Module]]] = []
 
     def before_validate(self) -> None:

@@ -153,7 +153,7 @@ class CheckpointCallback(StepCounter):
         self._request = Request()
         self._resumption: Resumption | None = None  # kept until all of the state is restored
         self._trained: Mapping[str, Any] | None = None  # the state before validation
-        # Where a fit of more steps continues in the epoch that a budget has ended, and this rank's own part of it.
+        # The place at which a fit of more steps continues in an epoch that a budget has ended; this rank's part.
         self._within: tuple[State | None, State] = None, {}
         self._saved_at = -1  # the step after which the last checkpoint was taken
         self._config: dict[str, Any] = {}
@@ -636,11 +636,11 @@ def _read_state(saved: Checkpoint, learn: Any, now: State) -> State:
     def of_ours(states: State) -> State:
         return {key: value for key, value in states.items() if key in ours}
 
-    # Of these, other types may have been saved.
+    # These may have been saved with other types.
     others = {
         "counters": now["counters"] | {"n_epoch": None, "n_steps": None},
         "opt": {},
-        "config": {"fit": {}, "optimizer": [""], "groups": [{}] * 99},  # Of lists as much as both have is compared.
+        "config": {"fit": {}, "optimizer": [""], "groups": [{}] * 99},  # Lists are compared as far as both have items.
         "order": [""],
         "position": None,
         "loaders": None,  # The validation loader may be another one.

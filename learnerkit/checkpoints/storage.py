@@ -110,7 +110,7 @@ class Checkpoint:
 
     def __init__(self, path: AnyPath, manifest: dict[str, Any]) -> None:
         self.path = path
-        # Where the files are read; those of an object store are copied there when they are verified.
+        # The files are read in this folder; those of an object store are copied there when they are verified.
         self._folder = path if isinstance(path, Path) else None
         self._remove_copy: Callable[[], Any] = lambda: None
         self.info: dict[str, Any] = manifest["info"]
@@ -475,7 +475,7 @@ class Storage:
             "files": files,
         }
         if isinstance(folder, StorePath):
-            Checkpoint(folder, manifest).check_sizes()  # of what has arrived, from all ranks
+            Checkpoint(folder, manifest).check_sizes()  # the sizes of the files of all ranks that have arrived
             if self.lock is not None:
                 self.lock.check()
         write_new(folder / MANIFEST, [_signed(manifest)])

@@ -66,7 +66,7 @@ class Place:
         return bool(self.cluster) and not self.launched and self.cluster != ENVIRONMENT
 
     def variables(self) -> dict[str, str]:
-        """Return the variables that a launcher sets for a rank, for one that the scheduler has started itself."""
+        """Return the variables that a launcher would set for this rank, which a scheduler has started without one."""
         told = {"RANK": self.node, "WORLD_SIZE": self.nodes, "MASTER_ADDR": self.address, "MASTER_PORT": self.port,
                 "TORCHELASTIC_RESTART_COUNT": self.attempt, "LOCAL_RANK": self.local_rank,
                 "LOCAL_WORLD_SIZE": self.local_world_size}  # fmt: skip

@@ -251,10 +251,10 @@ CLUSTERS: tuple[Callable[[Environ], Place | None], ...] = (
 
 
 def find(environ: Environ) -> Place | None:
-    """Return the place of this process, by what has started it last; `None` if no other process is known of.
+    """Return the place of this process among others, as the program says that has started it; `None` if there is none.
 
-    A launcher or a program of MPI may run in the job of a cluster, and then it knows the ranks. The clusters are all
-    asked, those of other packages if none of these answers, and `RANK` and `WORLD_SIZE` alone are the last resort.
+    A launcher or MPI is asked first, since it may run in the job of a cluster, and then it knows the ranks. Next come
+    all clusters, then those of other packages, and last `RANK` and `WORLD_SIZE` alone.
 
     Raises:
         ValueError: variables are incomplete or wrong, or two clusters disagree.

@@ -168,7 +168,7 @@ def of_layer(layer: nn.Module, given: tuple, text: str) -> str:
             f"the layer takes {layer.in_features} features and got {shape[-1]}: make it nn.Linear({shape[-1]}, {out}), "
             f"or change what comes before it{flat}"
         )
-    channels = getattr(layer, "in_channels", 0)  # of a convolution
+    channels = getattr(layer, "in_channels", 0)  # a convolution has them
     if not channels or weight is None:
         return ""
     axes = weight.ndim

@@ -92,7 +92,7 @@ def traced(predictor: Predictor, args: tuple, kwargs: dict[str, Any], size: int,
 
     inputs = signature(predictor.forward).bind(*args, **kwargs).arguments
     try:
-        # Of what it cannot take torch prints the whole graph.
+        # torch prints the whole graph of a model that it cannot take.
         with warnings.catch_warnings(action="ignore"), redirect_stdout(StringIO()), redirect_stderr(StringIO()):
             shapes = map_batch(shape, inputs, lambda x: None)
             # Code that branches on lengths is traced for one branch: the program itself checks that they belong to it.

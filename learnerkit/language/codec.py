@@ -114,7 +114,7 @@ class TextCodec:
 
     @classmethod
     def from_json(cls, state: dict[str, Any]) -> "TextCodec":
-        """Return the codec that `to_json` was called on."""
+        """Make a codec of what `to_json` has returned."""
         tokenizer = _tokenizers().Tokenizer.from_str(state["tokenizer"])
         return cls(tokenizer, state["max_len"], state["pad"], state["end"])
 

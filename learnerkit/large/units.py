@@ -103,7 +103,7 @@ class _Parts:
             largest = max(sizes.values(), default=0)
             taken = [kind for kind, size in sizes.items() if size >= _COMPARABLE * largest]
             modules = [m for m in _descendants(self.model) if _kind(m) in taken and self.can_be(m)]
-            # By number, too: the blocks of a small model with a large vocabulary have few of its elements.
+            # They are counted, too: the blocks of a small model with a large vocabulary have few of its elements.
             are_most = have_parts and 2 * len(_held(modules)) >= len(_held([self.model]))
             if modules and (are_most or self.size(*modules) >= _LARGE * self.size(self.model)):
                 return outermost(modules)

@@ -12,7 +12,7 @@ from learnerkit.launch.report import Outcome, Rank, say
 from learnerkit.processes.event_file import EventFile
 from learnerkit.text import printable, signal_name
 
-VERSION = 1  # of the contract, nbs/reference/launch_events.md
+VERSION = 1  # the version of the contract in nbs/reference/launch_events.md
 EVERY = 10.0  # seconds between two looks at the ranks
 
 OTHER_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)  # they are passed on, and do not end the run

@@ -22,7 +22,7 @@ from learnerkit.text import escaped_line
 TEMPLATES = Path(__file__).with_name("templates")
 LEAST_SECONDS = 300  # the least time limit: a job that is signalled as soon as it begins would be requeued for ever
 
-_MOST_GRACE = 100  # of the seconds between SLURM's signal and its end of a job
+_MOST_GRACE = 100  # seconds; SLURM ends a job 120 s after its signal
 
 # What each kind of file is called behind the script's name, and what to do with it.
 KINDS = {

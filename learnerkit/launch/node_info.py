@@ -66,7 +66,7 @@ def topology_of(node: int, infos: list[dict[str, Any]]) -> Topology:
     """Return the numbers of one node's ranks, which are counted node by node."""
     machines = [(info["host"], info["address"]) for info in infos]
     distinct = list(dict.fromkeys(machines))
-    ranks = [info["nproc"] for info in infos]  # of each node, and then those that are on this node's machine
+    ranks = [info["nproc"] for info in infos]  # the ranks of each node; `here` has 0 for nodes on other machines
     here = [n if machine == machines[node] else 0 for n, machine in zip(ranks, machines, strict=True)]
     return Topology(
         ranks[node], infos[0]["port"], infos[0]["address"], interface_of(infos[node]["address"]),

@@ -60,7 +60,7 @@ def _of_classes_that_occur(kind: Any) -> Any:
                 warnings.filterwarnings("ignore", message="No (positive|negative) samples in targets")
                 values: Tensor = super().compute()
             target = torch.cat(listify(self.target))
-            by_class = target.ndim > 1 or not values.ndim  # Of yes or no there is one curve.
+            by_class = target.ndim > 1 or not values.ndim  # Yes or no has one curve.
             is_class = target == 1 if by_class else F.one_hot(target, len(values)) == 1
             return values[is_class.any(0) & ~is_class.all(0)].mean()
 

@@ -360,7 +360,7 @@ class RankDispatch(Dispatch):
         agreement = self.agreement
         if (shards := agreement.learn.shards) is not None:
             shards.free()
-        self.stopped.pop(event, None)  # of an earlier epoch
+        self.stopped.pop(event, None)  # which an earlier epoch may have left
         with agreement.keeping():
             self._call(event, self.table[event])
         try:

@@ -135,7 +135,8 @@ def _check_call(learn: "Learner", n: int, steps: int) -> None:
             f"{distributed.world_size()} already: call it in a plain `python` process or a notebook, without a launcher"
         )
     check_shaped([learn.model])
-    within = "distrib_ctx" if vars(learn)["_workers"] else learn.task  # of a notebook, whose store a fork would end
+    # A fork would end the store of a notebook's workers.
+    within = "distrib_ctx" if vars(learn)["_workers"] else learn.task
     if within is not None:
         raise RuntimeError(f"check_distributed was called during {within!r}; call it before, or between two runs")
 

@@ -189,7 +189,7 @@ def exit_code(error: BaseException) -> int:
         return 0
     if not isinstance(error.code, int):
         return 1
-    return error.code & 0xFF if abs(error.code) < 2**63 else 255  # of a number that is too large Python makes -1
+    return error.code & 0xFF if abs(error.code) < 2**63 else 255  # Python turns a larger number into -1
 
 
 def write_report(report_fd: int, code: int, error: BaseException) -> None:

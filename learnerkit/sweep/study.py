@@ -266,7 +266,7 @@ class Study:
         number, before = numbers[trial.number], trial.user_attrs.get("again", {})
         again = {"number": number, "attempt": before.get("attempt", 0) + 1, "kills": before.get("kills", 0) + kills}
         if number not in numbers[trial.number + 1 :] and again["kills"] <= self.config.retries:
-            fixed = trial.system_attrs.get("fixed_params", {})  # It may have been killed before it had all.
+            fixed = trial.system_attrs.get("fixed_params", {})  # A killed trial may lack some of its own values.
             self.study.enqueue_trial(fixed | trial.params, user_attrs={"again": again})
 
     def _find_lost(self) -> None:

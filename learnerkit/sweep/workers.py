@@ -232,7 +232,7 @@ def last_value(lines: Iterable[str], metric: str) -> float | None:
     """
     named = re.compile(rf"(?<![\w./-]){re.escape(metric)}[\"']?(?:\s*+[:=]\s*+|\s++)({NUMBER})(?!\w|[.,/]\d)")
     value = None
-    headers: dict[int, list[str]] = {}  # of tables with the metric, by how many cells their rows have
+    headers: dict[int, list[str]] = {}  # headers of tables that have the metric, by the number of cells in a row
     for line in lines:
         cells = line.split()
         if found := named.findall(line):

@@ -386,7 +386,7 @@ def _as_frame(rows: Rows) -> "DataFrame":
         )
     frame = pd.DataFrame([dict(row) for row in rows]).infer_objects()
     for name in frame.columns[frame.dtypes == np.float64]:
-        # Of whole numbers with a gap pandas has made floats, which have 53 bits.
+        # pandas makes floats, which have 53 bits, of whole numbers with a gap.
         if 2**53 <= frame[name].abs().max() < 2**63:
             values = [None if pd.isna(value := row.get(name)) else value for row in rows]
             if all(isinstance(value, Integral | None) for value in values):
