@@ -1,6 +1,5 @@
 """The GPUs of this machine, found without importing torch."""
 
-import ctypes
 import os
 import re
 import subprocess
@@ -39,6 +38,8 @@ def listed_gpus(visible: str) -> list[str]:
 
 def count_with_nvml() -> int | None:
     """Ask the driver's management library; `None`: it is missing or does not answer."""
+    import ctypes  # On some machines it opens a file, so the standard files must be open by now.
+
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:

@@ -6,8 +6,8 @@ module`` would have given it: no module of this package is in `sys.modules` unle
 
 import atexit
 import contextlib
-import ctypes
 import faulthandler
+import functools
 import gc
 import importlib.util
 import io
@@ -28,8 +28,6 @@ PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 HIDDEN = PACKAGE, contextlib.__file__
 CALLS = ("_wrapped_call_impl", "_call_impl")  # the methods of nn.Module that call `forward`
-
-_libc = ctypes.CDLL(None)
 
 
 def main() -> None:
@@ -262,10 +260,18 @@ def two_ends(text: str, limit: int) -> str:
 # For other processes that are started here, too: those of a notebook, and of check_distributed
 
 
+@functools.cache
+def _libc() -> Any:
+    """Load the C library at its first use: the launcher imports this file before its standard files are open."""
+    import ctypes  # On some machines it opens a file, which stays open.
+
+    return ctypes.CDLL(None)
+
+
 def die_with_parent(parent: int) -> None:
     """Have the kernel kill this process when the process `parent` dies (on Linux); end if it has died already."""
     if sys.platform == "linux":
-        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        _libc().prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
@@ -341,7 +347,7 @@ def flush_files() -> None:
                 file.flush()
             except Exception:  # It is closed, or not read any more.
                 pass
-    _libc.fflush(None)
+    _libc().fflush(None)
 
 
 def shorten(error: BaseException) -> None:

@@ -18,8 +18,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
-
 from learnerkit.text import did_you_mean, escaped, escaped_line, in_one_line, printable
 
 GRID_LIMIT = 100_000  # more combinations than anybody waits for
@@ -188,6 +186,8 @@ def grid_values(of: Any, size: int, where: str) -> list[Any]:
     Raises:
         ConfigError: there are too many.
     """
+    import numpy as np  # It imports ctypes, which may open a file: by now the standard files are open.
+
     if choices := getattr(of, "choices", ()):
         return list(choices)
     low, high, step = of.low, of.high, of.step

@@ -460,6 +460,13 @@ def test_the_launcher_needs_the_standard_library_only(run):
     assert (code, out, err) == (0, "{'learnerkit'}\n", "")
 
 
+def test_no_command_has_a_library_open_a_file_before_the_standard_files_are_open(run):
+    # On some machines ctypes opens a file, which would get the number of a standard file that is closed.
+    commands = "learnerkit.__main__, learnerkit.doctor, learnerkit.sweep.cli"
+    code, out, err = run("-c", f"import sys, {commands}; print('ctypes' in sys.modules)").finish()
+    assert (code, out, err) == (0, "False\n", "")
+
+
 def test_help_shows_all_options(launched):
     code, out, err = launched("--help", env={"COLUMNS": "80"}).finish()
     assert (code, err) == (0, "")
