@@ -149,6 +149,8 @@ def run_as_main(arguments: list[str]) -> None:
         loader = SourceFileLoader("__main__", path)
         code = compile(loader.get_data(path), path, "exec", dont_inherit=True)
         attributes = {"__loader__": loader, "__cached__": None}
+    if sys.version_info >= (3, 15):  # From there on Python does not set it.
+        del attributes["__cached__"]
     vars(main_module).update(attributes, __file__=path)
     exec(code, vars(main_module))
 

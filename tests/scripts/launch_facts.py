@@ -23,7 +23,7 @@ if __name__ == "__main__":
         "package": __package__,
         "spec": __spec__ and __spec__.name,
         "loader": type(__loader__).__name__,
-        "cached": __cached__ is None,
+        "cached": globals().get("__cached__"),  # from Python 3.15 on there is none
         "inherited": [fd for fd in range(3, 100) if is_inheritable(fd)],
         "stdin": sys.stdin.read(),
         "torch": "torch" in sys.modules,
