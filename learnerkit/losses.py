@@ -258,6 +258,8 @@ def own_loss_of(model: nn.Module) -> OwnLoss:
     if segments:
         own = replace(own, ignore_index=getattr(config, "semantic_loss_ignore_index", 255))
     loss_func: Any = model.loss_function if "loss_function" in code.co_names else None
+    # Other targets, as the `next_sentence_label` of `BertForPreTraining`, have a loss with another mean.
+    several = any(name.endswith(("_label", "_labels")) and name != "shift_labels" for name in parameters)
     if loss_func is None:
         shifts, plain = False, "CrossEntropyLoss" in code.co_names and "shift_labels" not in code.co_varnames
     else:
@@ -268,7 +270,7 @@ def own_loss_of(model: nn.Module) -> OwnLoss:
         own,
         shifts=shifts,
         takes_count=takes_count,
-        dims=2 + segments if plain else 1,
+        dims=2 + segments if plain and not several else 1,
         takes_numbers=kind in _OF_SAMPLES,
     )
 

@@ -133,6 +133,7 @@ def test_what_is_known_of_other_models():
         (hf.BertForTokenClassification(bert), numbers, False),
         (hf.ElectraForPreTraining(hf.ElectraConfig(**SMALL)), rows, False),  # a binary cross-entropy, masked
         (hf.GPT2DoubleHeadsModel(gpt), rows, False),  # shifts by itself
+        (hf.BertForPreTraining(bert), rows, False),  # adds a mean over samples to that over tokens
         (hf.MoonshineForConditionalGeneration(speech), rows, True),  # by a loss that shifts, which is told not to
         (hf.Wav2Vec2ForCTC(audio), rows, False),  # a sum over samples
         (hf.SegformerForSemanticSegmentation(hf.SegformerConfig()), maps, True),
