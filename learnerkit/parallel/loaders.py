@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from inspect import isgeneratorfunction
 from itertools import chain, islice
 from math import inf
 from typing import TYPE_CHECKING, Any
@@ -164,7 +165,9 @@ class RankStreamLoader(RankLoader):
         if not sharded and not dl.num_workers:  # samples of other ranks need not be collated
             self._finish, collate = partial(_joined, dl), itself
             replaced["pin_memory"] = False
-        if not made:
+        # Such an `__iter__` may look at the batches, as that of mosaicml-streaming does, which counts their samples.
+        self._as_is = made or (sharded and isgeneratorfunction(type(dl).__iter__))
+        if not self._as_is:
             collate = partial(collated_share, collate, *((distributed.rank(), ranks) if split else (0, 1)))
         loader = with_batches(dl, collate_fn=collate, **replaced)
         super().__init__(loader, None, dims, cut if made and split else None, rank_step)
@@ -249,12 +252,12 @@ class RankStreamLoader(RankLoader):
                 yield self._given(piece, self._place_of(step))
 
     def _pieces(self) -> Iterator[Share]:
-        """Yield this rank's pieces of the steps, with their numbers of samples if the loader collates them."""
+        """Yield this rank's pieces of the steps, with their numbers of samples if they come with these."""
         batches = islice(self._batches(), self._skip, None)
         ranks, mine = (1, 0) if self.sharded or self.split else (distributed.world_size(), distributed.rank())
         # All batches of a step are read before it: the model may make them, and the step changes the model.
         for group in iter(lambda: list(islice(batches, ranks)), []):
-            if self.loader.batch_sampler is None:
+            if self._as_is:
                 group = [Share(0, None, self._count and self._count(batch), batch) for batch in group]
             elif self.source is not None and group[-1].total < self.loader.batch_size:
                 deque(batches, 0)  # the data have ended; reading on moves the generators to where they are at the end

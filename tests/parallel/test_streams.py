@@ -186,6 +186,26 @@ def test_a_dataset_that_shares_itself_out_is_left_alone(sizes):
     assert len(told) == (RANK == 0)
 
 
+class Counting(DataLoader):
+    """Counts the samples of its batches as it yields them, as mosaicml-streaming's loader does."""
+
+    counted = 0
+
+    def __iter__(self):
+        for batch in super().__iter__():
+            self.counted += len(batch[0])
+            yield batch
+
+
+def test_a_loader_that_looks_at_its_batches_gets_them_as_they_are():
+    sizes = []
+    note = Callback(after_batch=lambda cb: sizes.append((cb.batch_size, cb.dl.counted)))
+    learn = make_learner(OwnPart([9, 3, 5]), cbs=note)
+    learn.dls = DataLoaders(Counting(OwnPart([9, 3, 5]), 4), device="cpu")
+    fit(learn, 1, sharded=True, uneven="join")
+    assert sizes == ([(4, 4), (4, 8), (1, 9)], [(3, 3), (0, 3), (0, 3)], [(4, 4), (1, 5), (0, 5)])[RANK]
+
+
 def test_r35_parts_of_40_and_24_samples_stop_together_at_the_shorter():
     seen = Seen()
     told = fit(make_learner(OwnPart([40, 24, 40]), cbs=seen), epochs=2, sharded=True)
