@@ -255,12 +255,17 @@ class RankStreamLoader(RankLoader):
         """Yield this rank's pieces of the steps, with their numbers of samples if they come with these."""
         batches = islice(self._batches(), self._skip, None)
         ranks, mine = (1, 0) if self.sharded or self.split else (distributed.world_size(), distributed.rank())
+        self._marks: list[int] | None = None
         # All batches of a step are read before it: the model may make them, and the step changes the model.
         for group in iter(lambda: list(islice(batches, ranks)), []):
             if self._as_is:
                 group = [Share(0, None, self._count and self._count(batch), batch) for batch in group]
             elif self.source is not None and group[-1].total < self.loader.batch_size:
                 deque(batches, 0)  # the data have ended; reading on moves the generators to where they are at the end
+            if self._marks is None:
+                cut_already = self.split and self.cut is None  # then each rank has other samples of the batch
+                plain = (t for t in tensors_in(group[0].batch) if t.layout is torch.strided and not t.is_nested)
+                self._marks = [] if cut_already else digests(plain)
             totals = [piece.total for piece in group]
             total = None if self.sharded or None in totals else sum(totals)
             if mine >= len(group):
@@ -283,15 +288,21 @@ class RankStreamLoader(RankLoader):
 
     @collective
     def _compare(self, first: Any) -> list[bool]:
-        """Return for each rank if it has data, and warn if some ranks have the same."""
-        mine: list[int] | None = None
-        if first is not None:
-            mine = digests(tensors_in(first)) if self.sharded else []
-        everyone = distributed.all_gather(mine)
-        if alike := [rank for rank, marks in enumerate(everyone) if marks and everyone.count(marks) > 1]:
+        """Return for each rank if it has data; warn if some have the same and should not, or have not and should."""
+        everyone: list[list[int] | None] = distributed.all_gather(None if first is None else self._marks)
+        alike = [rank for rank, marks in enumerate(everyone) if marks and everyone.count(marks) > 1]
+        name = type(self.loader.dataset).__name__
+        if not self.sharded and len({tuple(marks) for marks in everyone if marks is not None}) > 1:
             distributed.warn_once(
-                f"sharded=True says that the {type(self.loader.dataset).__name__} gives each rank a part of its own, "
-                f"but the first batches of ranks {first_few(alike)} are the same, so that samples count several times; "
+                f"each rank reads the whole {name} and takes its part of it, but the first batches that they have read "
+                "are not the same, so that samples are left out or count several times; if it gives each rank a part "
+                "of its own, write distrib_ctx(sharded=True), and if it draws an order by itself, seed it alike"
+                " (errors.html#rank-loader)"
+            )
+        elif self.sharded and alike:
+            distributed.warn_once(
+                f"sharded=True says that the {name} gives each rank a part of its own, but "
+                f"the first batches of ranks {first_few(alike)} are the same, so that samples count several times; "
                 "if it shares itself out only among the workers of a loader, leave sharded=True out"
                 " (errors.html#rank-loader)"
             )

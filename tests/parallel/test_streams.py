@@ -330,3 +330,21 @@ def test_ranks_that_begin_with_the_same_data_are_told_that_these_are_not_parts()
         learn.no_logging(),
     ):
         learn.validate()
+
+
+class Divided(Stream):
+    """Gives each rank samples of its own."""
+
+    def __iter__(self):
+        yield from list(super().__iter__())[RANK::N]
+
+
+def test_ranks_that_should_read_alike_and_do_not_are_told_that_these_may_be_parts():
+    for dataset, told in ((Divided(24), True), (Stream(24, shuffled=True), False)):
+        facts._warned.clear()
+        with warnings.catch_warnings(record=True) as caught, make_learner(dataset).distrib_ctx() as learn:
+            warnings.simplefilter("always")
+            with learn.no_logging():
+                learn.fit(1)
+        found = [text for w in caught if "sharded=True" in (text := str(w.message))]
+        assert len(found) == (told and RANK == 0), found
