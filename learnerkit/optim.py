@@ -421,10 +421,18 @@ def keep_base_rates(opt: Optimizer) -> None:
 
     An added group follows those of the splitter, however many parts these have. If groups of the splitter were split
     into parts with different rates, lists count the parts from now on.
+
+    Raises:
+        ValueError: a group has no rate.
     """
     rates_of: dict[int, set[float]] = {}
     for i, group in enumerate(opt.param_groups):
-        _key(opt, group, "lr")
+        if group[_key(opt, group, "lr")] is None:
+            raise ValueError(
+                f"got lr=None in group {i} of {type(opt).__name__}; each group has a number as its rate, which is "
+                "recorded and scheduled. If the optimizer chooses its steps itself and does not read the rate, as "
+                "Adafactor with relative_step=True, set one after it is made, in opt_func: group['lr'] = lr"
+            )
         if WHOLE not in group:
             before = opt.param_groups[:i]
             group[WHOLE] = 1 + max((each[WHOLE] for each in before), default=-1)

@@ -215,6 +215,15 @@ def test_a_rate_may_be_a_tensor_in_the_optimizer():
     assert float(learn.opt.param_groups[0]["lr"]) == 0.25
 
 
+def test_a_group_without_a_rate_is_refused():
+    class Chooses(torch.optim.Optimizer):
+        def __init__(self, groups, lr):
+            super().__init__(groups, {"lr": None})
+
+    with pytest.raises(ValueError, match="lr=None in group 0 of Chooses.*set one after it is made, in opt_func"):
+        make_learner(opt_func=Chooses).fit(1)
+
+
 def test_groups_of_a_factory_count_as_its_own():
     def factory(groups, lr):
         params = [p for group in groups for p in group["params"]]
