@@ -566,7 +566,10 @@ class Unpacker:
         batch = to_device(batch, self.device)
         if self._only_inputs and isinstance(batch, tuple | list):
             # A collate function for samples with targets may have left their place empty.
-            return batch, tuple(x for x in batch[: self.dls.n_inp] if x is not None), ()
+            inputs = tuple(x for x in batch[: self.dls.n_inp] if x is not None)
+            if len(inputs) != 1 or not isinstance(inputs[0], Tensor):
+                return batch, inputs, ()
+            return batch, *self.dls.split(inputs[0], self.arguments)  # loaders of pictures make floats of them
         return batch, *self.dls.split(batch, self.arguments)
 
     def _drawn(self, index: int) -> int | None:

@@ -12,7 +12,7 @@ from torch import nn
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 
-from learnerkit import ImageData, load_learner, set_seed, vision_learner
+from learnerkit import ImageData, Learner, load_learner, set_seed, vision_learner
 from learnerkit.datasets import SHAPES, drawn_shapes
 
 COLUMNS = {
@@ -393,6 +393,29 @@ def test_results_show_predictions_beside_targets(table, targets):
         assert len(ax.get_title().splitlines()) == 2
         assert not ax.collections
     plt.close(figure)
+
+
+class Brightest(nn.Module):
+    """A detector, which makes its own loss, and predicts the largest value of a picture."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(()))
+
+    def forward(self, images, targets=None):
+        found = images.amax((1, 2, 3)) * self.factor
+        return found if targets is None or not self.training else {"loss": found.mean()}
+
+
+@pytest.mark.parametrize("collate", [None, lambda samples: (torch.stack([sample[0] for sample in samples]), None)])
+def test_new_pictures_are_floats_where_batches_have_boxes_or_a_collate_function_of_the_users(table, collate):
+    data = data_of(table, "boxes")
+    dls = loaders(data) if collate is None else loaders(data, collate_fn=collate)
+    learn = Learner(dls, Brightest(), loss_weight="samples")
+    paths = [f"shapes/{name}" for name in table["image"][:3]]
+    expected = [(data.reader(path) / 255).max().item() for path in paths]
+    assert learn.get_preds(dl=dls.test_dl(paths))[0].tolist() == expected
+    assert [learn.predict(path).pred.item() for path in paths] == expected
 
 
 @pytest.mark.parametrize("kind", ["<u2", ">u2"])  # ImageJ writes the latter
