@@ -265,7 +265,8 @@ class RankStreamLoader(RankLoader):
             if self._marks is None:
                 cut_already = self.split and self.cut is None  # then each rank has other samples of the batch
                 plain = (t for t in tensors_in(group[0].batch) if t.layout is torch.strided and not t.is_nested)
-                self._marks = [] if cut_already else digests(plain)
+                # Ranks that read alike do so from the first sample on; parts of ranks may begin with equal samples.
+                self._marks = [] if cut_already else digests(t if self.sharded or not t.ndim else t[:1] for t in plain)
             totals = [piece.total for piece in group]
             total = None if self.sharded or None in totals else sum(totals)
             if mine >= len(group):
@@ -295,8 +296,8 @@ class RankStreamLoader(RankLoader):
         if not self.sharded and len({tuple(marks) for marks in everyone if marks is not None}) > 1:
             distributed.warn_once(
                 f"each rank reads the whole {name} and takes its part of it, but the first batches that they have read "
-                "are not the same, so that samples are left out or count several times; if it gives each rank a part "
-                "of its own, write distrib_ctx(sharded=True), and if it draws an order by itself, seed it alike"
+                "are not the same, so that samples may be left out or count several times; if it gives each rank a "
+                "part of its own, write distrib_ctx(sharded=True), and if it draws an order by itself, seed it alike"
                 " (errors.html#rank-loader)"
             )
         elif self.sharded and alike:
