@@ -321,4 +321,6 @@ def with_batches(dl: DataLoader, **samplers: Any) -> DataLoader:
     twin = DataLoader.__new__(type(dl))
     # Assignment would fail, as torch's loader forbids it to protect a loader in use.
     twin.__dict__.update(loader_attributes(dl) | samplers)
+    if isinstance(inner := vars(twin).get("base_dataloader"), DataLoader):  # accelerate's loaders read this one
+        vars(twin)["base_dataloader"] = with_batches(inner, **samplers)
     return twin

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SubsetRandomSampler, TensorDataset
 
 from learnerkit import Callback, CheckpointCallback, DataLoaders, Learner, set_seed
-from learnerkit.data.order import epoch_seed, in_order, keep_seeds, order_sources, put_states, states_of
+from learnerkit.data.order import epoch_seed, in_order, keep_seeds, order_sources, put_states, states_of, with_batches
 from learnerkit.data.rows import RowsLoader
 from learnerkit.data.stream import seeded_samplers
 
@@ -249,3 +249,20 @@ class Scaled(nn.Module):
 
     def forward(self, x):
         return x * self.factor
+
+
+class Prepared(DataLoader):
+    """Reads another loader, as those do that accelerate has prepared."""
+
+    def __init__(self, base):
+        super().__init__(base.dataset, batch_sampler=base.batch_sampler)
+        self.base_dataloader = base
+
+    def __iter__(self):
+        return iter(self.base_dataloader)
+
+
+def test_a_copy_of_a_loader_that_reads_another_one_draws_from_the_sampler_that_it_is_given():
+    prepared = Prepared(DataLoader(range(10), 2))
+    assert [batch.tolist() for batch in with_batches(prepared, batch_sampler=[[7, 1], [4]])] == [[7, 1], [4]]
+    assert len(list(prepared)) == 5
