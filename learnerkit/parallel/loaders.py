@@ -408,10 +408,14 @@ def rank_loader(
         return RankStreamLoader(
             dl, name, rank_step=rank_step, split=split, sharded=sharded, join=join, dims=dims, cut=cut, count=count
         )
-    if any(isinstance(s, DistributedSampler) for s in samplers_of(dl)):
+    for sampler in samplers_of(dl):
+        # The batch sampler of a loader that accelerate has prepared is of no known class, but says how many share it.
+        if not isinstance(sampler, DistributedSampler) and not getattr(sampler, "num_processes", 1) > 1:
+            continue
+        kind = type(sampler).__name__
         raise ValueError(
-            f"{name} has a DistributedSampler, which shares the data out a second time; give the loader the sampler of "
-            "one process (or shuffle=True), and every rank gets its part of it"
+            f"{name} has a {kind}, which shares the data out a second time; give the loader the sampler of one process "
+            "(or shuffle=True; for accelerate, the loader before prepare), and every rank gets its part of it"
             " (errors.html#rank-loader)"
         )
     replaced = replaced_sampler(dl, rank=rank, ranks=ranks, split=split, least=least, training=training, count=sizes)

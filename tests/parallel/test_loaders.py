@@ -407,6 +407,10 @@ def test_what_cannot_be_shared_out_is_refused_with_the_reason(monkeypatch):
         share_out(DataLoader(data, num_workers=1, in_order=False))
     with pytest.raises(ValueError, match="DistributedSampler"):
         share_out(DataLoader(data, sampler=DistributedSampler(data, 2, 0)))
+    prepared = BatchSampler(SequentialSampler(data), 2, False)
+    prepared.num_processes = 2  # as accelerate's batch samplers say it
+    with pytest.raises(ValueError, match="a BatchSampler, which shares the data out a second time.*before prepare"):
+        share_out(DataLoader(data, batch_sampler=prepared))
 
 
 def test_batches_made_by_the_dataset_are_dealt_whole():
