@@ -1,5 +1,6 @@
 """Small models, data and callbacks for the tests."""
 
+import multiprocessing
 import sys
 import warnings
 from contextlib import contextmanager, nullcontext
@@ -29,6 +30,9 @@ from learnerkit import (
 )
 from learnerkit.events import Event
 from learnerkit.state import TRANSIENT
+
+# From Python 3.14 on each worker of a loader would import torch for itself.
+multiprocessing.set_forkserver_preload(["torch"])
 
 ROOT = Path(__file__).parents[1]
 
