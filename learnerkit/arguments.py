@@ -309,7 +309,7 @@ def _last_batch_checked(learn: "Learner") -> Iterator[None]:
 
 @contextmanager
 def _untrained_loss_told(learn: "Learner") -> Iterator[None]:
-    """Warn after the first epoch of a fit of the loss's parameters that got gradients, and that no step has changed.
+    """Tell after the first epoch of a fit of the loss's parameters that got gradients, and that no step has changed.
 
     That no optimizer of the learner has them is not enough: a callback may train them by another one.
     """
@@ -319,7 +319,7 @@ def _untrained_loss_told(learn: "Learner") -> Iterator[None]:
         untrained = {name: (p, version_of(p)) for name, p in others.items() if p.requires_grad}
     yield
     if names := [name for name, (p, version) in untrained.items() if p.grad is not None and version_of(p) == version]:
-        distributed.warn_once(
+        learn.say(
             f"{loss_name(loss)} has parameters that no optimizer trains ({first_few(names)}), so they keep their "
             "values: let splitter= return them with the model's, or freeze them by requires_grad_(False)"
         )

@@ -98,8 +98,8 @@ def add_note_once(error: BaseException, note: str) -> None:
 
 def warn(message: str) -> None:
     """Warn, with the line outside this package that led here; control characters are escaped."""
-    level, inner = 1, ("learnerkit", "contextlib")
-    while (frame := caller(level)).f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in inner:
+    level = 1
+    while (frame := caller(level)).f_back is not None and frame.f_globals.get("__name__", "").startswith("learnerkit."):
         level += 1
     warnings.warn(escaped(message), stacklevel=level + 1)
 

@@ -247,20 +247,23 @@ class OwnOptimizer(Callback):
         self.own.step()
 
 
-def test_parameters_of_a_loss_that_no_optimizer_trains_are_told(monkeypatch):
-    monkeypatch.setattr("learnerkit.distributed.facts._warned", set())
+def test_parameters_of_a_loss_that_no_optimizer_trains_are_told():
     learn = make_learner(loss_func=Scaled(), cbs=Callback(before_validate=lambda cb: told.append("validation")))
     told = []
-    monkeypatch.setattr("learnerkit.utils.warn", told.append)
+    learn.say = told.append
     learn.fit(2)
     assert told[0].startswith("Scaled has parameters that no optimizer trains (scale), so they keep their values")
     assert told[1:] == ["validation"] * 2  # before the first validation, and once
 
 
-def test_parameters_of_a_loss_that_are_trained_or_frozen_are_not_told(monkeypatch):
-    monkeypatch.setattr("learnerkit.distributed.facts._warned", set())
+def test_parameters_of_a_loss_that_are_trained_or_frozen_are_not_told():
     loss, frozen = Scaled(), Scaled()
     frozen.requires_grad_(False)
-    make_learner(loss_func=frozen).fit(1)
-    make_learner(loss_func=loss, cbs=OwnOptimizer(loss)).fit(1)
-    make_learner(loss_func=loss, splitter=lambda model: [[*model.parameters(), *loss.parameters()]]).fit(1)
+    told = []
+    for learn in (
+        make_learner(loss_func=frozen), make_learner(loss_func=loss, cbs=OwnOptimizer(loss)),
+        make_learner(loss_func=loss, splitter=lambda model: [[*model.parameters(), *loss.parameters()]]),
+    ):  # fmt: skip
+        learn.say = told.append
+        learn.fit(1)
+    assert told == []
