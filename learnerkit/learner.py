@@ -1068,7 +1068,7 @@ class Learner(RunState):
     @collective
     def _evaluate(self, task: str, dl: Iterable, cbs: Callbacks) -> None:
         """Run without training; inside another run without the events of its outer levels."""
-        # What another evaluation that goes on collects is not of this one.
+        # If this one runs inside another evaluation, callbacks that collect the other's results take no part.
         others = [cb for cb in self.cbs if getattr(cb, "of_one_evaluation", False)]
         with self.removed_cbs(others) if others else nullcontext(), self._running(task, cbs) as nested:
             check_loader(dl, "given")

@@ -304,7 +304,7 @@ def _class_dim(pred: Any, names: Any) -> int | None:
         return None
     if callable(names):
         return -1  # These are tokens, whose scores models of transformers have in the last dimension.
-    # Their number shows that it is a loss over classes; of tokens they are last.
+    # The loss is over classes if a dimension has their number; the classes of tokens are in the last one.
     dims = [dim for dim in {1, pred.ndim - 1} if pred.shape[dim] == len(names)]
     return dims[0] if len(dims) == 1 else None
 

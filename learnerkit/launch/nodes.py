@@ -68,7 +68,7 @@ class GroupAttempt(Attempt):
                         publish(Outcome("lost", other, text=text), store)
                 if node == 0 and self.rendezvous.more_nodes_wait():
                     publish(Outcome("joined", text="another node wants to join: restarting with it"), store)
-        except RuntimeError:  # torch's, of a store that does not answer
+        except RuntimeError:  # torch raises it if the store does not answer
             if not self._stopped.is_set():
                 self.ended_elsewhere = self._store_lost()
 
@@ -115,7 +115,7 @@ class GroupAttempt(Attempt):
         self.stop()
         left = [f"left {node}" for node in range(self.topology.nodes)]
         deadline = time.monotonic() + LEAVE_SECONDS
-        with suppress(RuntimeError):  # torch's, of a store that has gone
+        with suppress(RuntimeError):  # torch raises it if the store has gone
             self.store.set(f"alive {self.topology.node}", "left")
             self.store.set(left[self.topology.node], "")
             while self.rendezvous.serves() and not self.store.check(left) and time.monotonic() < deadline:
@@ -164,7 +164,7 @@ def begin_with_others(number: int, nproc: int, restarts: int, rendezvous: Rendez
             lambda: f"node{'s' * (len(missing()) > 1)} {first_few(missing(), n=8)} of {nodes}", lambda: not missing()
         )
         infos = [json.loads(store.get(f"node {n}")) for n in range(nodes)]
-    except RuntimeError as error:  # torch's, of a store that has gone
+    except RuntimeError as error:  # torch raises it if the store has gone
         raise NodeError(f"lost the connection to {rendezvous.endpoint} ({in_one_line(error)})") from error
     check_that_nodes_match(infos)
     topology = topology_of(node, infos)
