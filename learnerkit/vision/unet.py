@@ -108,10 +108,10 @@ class UNet(nn.Module):
         """Return scores (n, classes, height, width) for the pixels of images (n, channels, height, width)."""
         size, x = x.shape[-2:], self.normalize(x)
         skips = []
-        for i, layer in enumerate(_layers(self.body)):
+        for i, part in _uncut(self.body, self.kept):
             if i in self.kept:
                 skips.append(x)
-            x = layer(x)
+            x = part(x)
         *blocks, last = self.decoder
         for block in blocks:
             skip = skips.pop()
@@ -133,6 +133,20 @@ def _layers(module: nn.Module) -> Iterator[nn.Module]:
             yield from _layers(part)
     else:
         yield module
+
+
+def _uncut(module: nn.Module, cuts: Sequence[int], start: int = 0) -> Iterator[tuple[int, nn.Module]]:
+    """Yield the largest parts of a chain that have no cut inside, with the number of the first layer of each.
+
+    They are called as a whole, as a unit of a sharded model has to be.
+    """
+    n = len([*_layers(module)])
+    if n and not any(start < cut < start + n for cut in cuts):
+        yield start, module
+    elif n:
+        for part in module.children():
+            yield from _uncut(part, cuts, start)
+            start += len([*_layers(part)])
 
 
 class _AllMaps(nn.Module):
