@@ -229,7 +229,7 @@ def test_two_ranks_equal_one_process(on, seed):
 
 
 @seeds
-@pytest.mark.parametrize("n", [1, pytest.param(2, marks=pytest.mark.slow)], ids="{}-ranks".format)
+@pytest.mark.parametrize("n", [1, pytest.param(2, marks=pytest.mark.soak)], ids="{}-ranks".format)
 def test_a_stopped_run_goes_on_as_if_it_had_not_been(on, seed, n):
     job = draw(seed)
     whole = on(n, job)
