@@ -262,11 +262,14 @@ class RankStreamLoader(RankLoader):
                 group = [Share(0, None, self._count and self._count(batch), batch) for batch in group]
             elif self.source is not None and group[-1].total < self.loader.batch_size:
                 deque(batches, 0)  # the data have ended; reading on moves the generators to where they are at the end
-            if self._marks is None:
-                cut_already = self.split and self.cut is None  # then each rank has other samples of the batch
-                plain = (t for t in tensors_in(group[0].batch) if t.layout is torch.strided and not t.is_nested)
+            if self._marks is None and (self.sharded or self.rank_step):  # only these are compared
                 # Ranks that read alike do so from the first sample on; parts of ranks may begin with equal samples.
-                self._marks = [] if cut_already else digests(t if self.sharded or not t.ndim else t[:1] for t in plain)
+                firsts = (
+                    t if self.sharded or not t.ndim else t[:1]
+                    for t in tensors_in(group[0].batch) if t.layout is torch.strided and not t.is_nested
+                )  # fmt: skip
+                # With pieces that the loader has cut, each rank has other samples of the batch.
+                self._marks = [] if self.split and self.cut is None else digests(firsts)
             totals = [piece.total for piece in group]
             total = None if self.sharded or None in totals else sum(totals)
             if mine >= len(group):
@@ -410,14 +413,13 @@ def rank_loader(
         )
     for sampler in samplers_of(dl):
         # The batch sampler of a loader that accelerate has prepared is of no known class, but says how many share it.
-        if not isinstance(sampler, DistributedSampler) and not getattr(sampler, "num_processes", 1) > 1:
-            continue
-        kind = type(sampler).__name__
-        raise ValueError(
-            f"{name} has a {kind}, which shares the data out a second time; give the loader the sampler of one process "
-            "(or shuffle=True; for accelerate, the loader before prepare), and every rank gets its part of it"
-            " (errors.html#rank-loader)"
-        )
+        if isinstance(sampler, DistributedSampler) or getattr(sampler, "num_processes", 1) > 1:
+            kind = type(sampler).__name__
+            raise ValueError(
+                f"{name} has a {kind}, which shares the data out a second time; give the loader the sampler of one "
+                "process (or shuffle=True; for accelerate, the loader before prepare), and every rank gets its part of "
+                "it (errors.html#rank-loader)"
+            )
     replaced = replaced_sampler(dl, rank=rank, ranks=ranks, split=split, least=least, training=training, count=sizes)
     stream = next(iter(replaced.values()))
     return RankLoader(with_batches(dl, **replaced), stream, dims, cut if stream.opaque and split else None, rank_step)
