@@ -128,7 +128,7 @@ def test_two_machines_of_sagemaker_wait_for_a_name_and_train_as_one_process(alon
     assert found["address"] == address
     for node, text in enumerate(printed):
         assert f"learnerkit.launch: SageMaker says node {node} of 2, with node 0 at algo-1:{port} (SM_HOSTS" in text
-        assert "learnerkit.launch: waiting for an address for the name 'algo-1' (3 s)" in text
+        assert "learnerkit.launch: waiting for an address for the name 'algo-1' (" in text
 
 
 @pytest.mark.soak

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -174,7 +175,8 @@ def test_a_name_that_resolves_late_is_waited_for(monkeypatch):
     monkeypatch.setattr(rendezvous, "resolves", lambda host: host == LOOPBACK and next(known))
     said = []
     node, *_ = Rendezvous(Static(0, 1, LOOPBACK, free_port()), 60.0, said.append).join(0)
-    assert (node, said) == (0, [f"waiting for an address for the name {LOOPBACK!r} (3 s)"])
+    assert node == 0
+    assert re.fullmatch(rf"waiting for an address for the name {LOOPBACK!r} \(\d+ s\)", said[0])
     with pytest.raises(NodeError, match=r"^an address for the name 'algo-1' did not come within 0 s \(--timeout\)"):
         Rendezvous(Static(0, 2, "algo-1", 1), 0.1, print).join(0)
 
@@ -196,7 +198,7 @@ def test_a_node_that_comes_first_waits_for_node_0():
         until(lambda: said, lambda: "no reminder came")
     for thread in threads:
         thread.join(LIMIT)
-    assert said[0] == f"waiting for node 0 at {LOOPBACK}:{port} (3 s)"
+    assert re.fullmatch(rf"waiting for node 0 at {LOOPBACK}:{port} \(\d+ s\)", said[0])
     found = [topologies[node] for node in (0, 1)]
     assert [(each.node, each.first_rank, each.world_size) for each in found] == [(0, 0, 2), (1, 1, 2)]
 
@@ -300,7 +302,7 @@ def test_a_missing_node_is_named_and_another_script_refused(launcher, tmp_path):
     pair = [launcher(*at, second, "--node-rank", rank, name) for rank, name in enumerate(["one.py", "other.py"])]
     code, printed = waiting.finish()
     assert code == 1
-    assert "learnerkit.launch: waiting for node 1 of 2 (3 s)\n" in printed
+    assert re.search(r"^learnerkit\.launch: waiting for node 1 of 2 \(\d+ s\)$", printed, re.MULTILINE)
     assert (
         "learnerkit.launch: node 1 of 2 did not come within 5 s (--timeout); is the launcher running there" in printed
     )
@@ -376,7 +378,7 @@ def test_two_hosts_train_as_one(launcher, hosts, tmp_path):
         timeout=LIMIT,
     )
     assert alone.returncode == 0
-    late.wait_for(f"waiting for node 0 at {a[1]}:29555 (3 s)")
+    late.wait_for(f"waiting for node 0 at {a[1]}:29555 (")
     first = train(launcher, a, *at, "--node-rank", 0)
     for one in (first, late):
         code, printed = one.finish()
