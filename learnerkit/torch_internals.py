@@ -632,6 +632,20 @@ def workers_of(iterator: Any) -> Sequence[Any]:
     return iterator._workers if isinstance(iterator, _MultiProcessingDataLoaderIter) else ()
 
 
+_QUEUES: weakref.WeakKeyDictionary[Any, tuple] = weakref.WeakKeyDictionary()
+
+
+def keep_queues(loader: Any) -> None:
+    """Keep the queues of a DataLoader's persistent workers as long as its iterator, which ends the workers by them.
+
+    Where both are garbage in a reference cycle, Python closes the queues first, and torch waits 5 seconds for each of
+    the workers.
+    """
+    iterator = getattr(loader, "_iterator", None)
+    if isinstance(iterator, _MultiProcessingDataLoaderIter):
+        _QUEUES[iterator] = (*iterator._index_queues, iterator._worker_result_queue)
+
+
 def set_worker_dataset(dataset: Any) -> None:
     """Let `torch.utils.data.get_worker_info()` return this dataset in the loader's worker that calls it."""
     object.__setattr__(loader_worker._worker_info, "dataset", dataset)  # the object is frozen

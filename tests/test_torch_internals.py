@@ -1,12 +1,14 @@
 """Private names that the package needs: if a release takes one away, the test of this name fails."""
 
 import atexit
+import gc
 import importlib
 import inspect
 import linecache
 import socket
 import sys
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +20,7 @@ from torch.nn.utils import parametrize
 from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data import _utils as data_utils
 from torch.utils.data._utils import worker
 from torch.utils.data._utils.worker import WorkerInfo
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
@@ -155,6 +158,22 @@ def test_the_workers_of_a_loader_are_found():
     assert len(torch_internals.workers_of(iterator)) == 2
     assert list(torch_internals.workers_of(SimpleNamespace(_workers=[1]))) == []
     del iterator
+
+
+def test_workers_that_stay_end_at_once_where_their_queues_are_kept(monkeypatch):
+    for module in (data_utils, worker):  # for so long torch would wait
+        monkeypatch.setattr(module, "MP_STATUS_CHECK_INTERVAL", 60.0)
+    holder = SimpleNamespace(loader=DataLoader(range(2), num_workers=1, persistent_workers=True))
+    holder.itself = holder
+    assert len(list(holder.loader)) == 2
+    (process,) = torch_internals.workers_of(holder.loader._iterator)
+    torch_internals.keep_queues(holder.loader)
+    del holder
+    began = time.monotonic()
+    gc.collect()
+    assert process.exitcode == 0
+    assert time.monotonic() - began < 55
+    torch_internals.keep_queues([])
 
 
 def test_a_worker_is_shown_another_dataset():

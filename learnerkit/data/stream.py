@@ -36,7 +36,7 @@ from learnerkit.distributed import seeds
 from learnerkit.marks import collective
 from learnerkit.state import Learner
 from learnerkit.text import printable
-from learnerkit.torch_internals import set_worker_dataset
+from learnerkit.torch_internals import keep_queues, set_worker_dataset
 from learnerkit.values import same
 
 
@@ -435,3 +435,4 @@ def reading(learn: "Learner") -> Iterator[None]:
             loader.generator = generator
         if stream is not None:
             stream.fetching = None
+        keep_queues(loader)

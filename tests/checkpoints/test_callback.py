@@ -81,7 +81,7 @@ def finished(learn, name, batches=()):
     own = learn.order.batches
     before = learn.train_iter - len(own) if len(batches) else 0  # what the process that died has trained on
     found = outcome(learn, [*batches[:before], *own])
-    vars(learn).clear()  # persistent workers end with their loader, and slowly if garbage is collected
+    vars(learn).clear()  # persistent workers end with their loader
     return found
 
 

@@ -1,9 +1,12 @@
 """The random numbers of those who fetch samples: loader workers, and each sample by itself."""
 
+import gc
 import multiprocessing
 import pickle
 import random
 import signal
+import time
+import weakref
 
 import numpy as np
 import pytest
@@ -11,6 +14,8 @@ import torch
 from data.test_position import Noisy, Shuffled, Stream, fit
 from helpers import end_workers
 from torch.utils.data import DataLoader, Dataset, Subset, get_worker_info
+from torch.utils.data import _utils as data_utils
+from torch.utils.data._utils import worker
 
 from learnerkit import Callback, DataLoaders, Learner, set_seed
 from learnerkit.data.stream import PerSample, SampleStream, Seeded
@@ -116,6 +121,23 @@ def test_readings_outside_a_fit_differ():
         numbers = [reading[:, 1:].flatten().tolist() for reading in (*readings, *again)]
         assert len({*map(tuple, numbers)}) == 4
         end_workers(dls)
+
+
+def test_workers_that_stay_end_at_once_with_their_learner(monkeypatch):
+    for module in (data_utils, worker):  # for so long torch would wait for them
+        monkeypatch.setattr(module, "MP_STATUS_CHECK_INTERVAL", 60.0)
+    samples = [(torch.tensor([1.0, 2.0]), torch.ones(2))] * 4
+    dls = DataLoaders(DataLoader(samples, 2, num_workers=1, persistent_workers=True), device="cpu")
+    learn = Learner(dls, torch.nn.Linear(2, 2), torch.nn.MSELoss())
+    with learn.no_logging():
+        learn.fit(1)
+    there = weakref.ref(learn)
+    del learn, dls
+    assert there() is not None  # it is part of a cycle
+    began = time.monotonic()
+    gc.collect()
+    assert there() is None
+    assert time.monotonic() - began < 55
 
 
 def test_workers_leave_signals_to_a_process_that_handles_them_by_now():
