@@ -354,7 +354,7 @@ def test_the_doctor_tells_how_two_machines_differ(tmp_path):
     assert {topic for topic, mark in found.items() if mark == HINT} == {"file system", "clock"}
     text = " ".join(out.split())
     assert rf"learnerkit 0.0.9 on rank 1 (host1\x1b[2J), {__version__} on rank 0 (host0\x1b[2J)" in text
-    assert "up to 5.0 s ahead of rank 0's on rank 1" in text
+    assert re.search(r"up to [45]\.\d s ahead of rank 0's on rank 1", text)  # 5.0 s, and what a busy machine adds
     assert "could not be checked on rank 1 (host1\\x1b[2J): ZeroDivisionError" in text
     assert "set to loopback" in text
     assert "the sum is wrong on rank 1 (host1" in text
