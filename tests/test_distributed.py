@@ -358,6 +358,19 @@ def test_streams_of_one_seed_are_far_apart():
 
 
 @on_ranks
+def test_a_gathered_list_says_that_it_passes_no_gradients_back():
+    embedding, label = torch.ones(2, requires_grad=True) * 2, torch.ones(1)
+    said = "all_gather got (float32 tensor of shape (2,), float32 tensor of shape (1,)), in which tensors have grad"
+    with pytest.warns(match=re.escape(said)) if distributed.is_main() else nullcontext():
+        everyone = distributed.all_gather((embedding, label))
+    assert [[t.tolist() for t in pair] for pair in everyone] == [[[2, 2], [1]]] * distributed.world_size()
+    assert not any(t.requires_grad for pair in everyone for t in pair)
+    with torch.no_grad():
+        distributed.all_gather((embedding, label))
+    distributed.all_gather((embedding.detach(), label))
+
+
+@on_ranks
 @pytest.mark.parametrize("children", [10, pytest.param(1000, marks=pytest.mark.soak)])
 @pytest.mark.slow
 def test_children_forked_after_collectives_come_to_life(children):

@@ -25,6 +25,7 @@ from learnerkit.distributed.facts import (
     is_main,
     local_rank,
     rank,
+    warn_once,
     within,
     world_size,
 )
@@ -33,7 +34,7 @@ from learnerkit.endings import may_follow
 from learnerkit.marks import collective
 from learnerkit.torch_internals import CollectiveRefusal
 from learnerkit.utils import unbound
-from learnerkit.values import TensorFunction, digests, in_a_row
+from learnerkit.values import TensorFunction, describe, digests, in_a_row, map_batch, tensors_in
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -313,7 +314,7 @@ def all_gather(x: T, among: str = "") -> list[T]:
 
     A tensor with a gradient, such as an embedding in a contrastive loss, gets the gradients of all ranks back, so that
     a loss over `torch.cat(all_gather(x))` trains as on one process. Such tensors may differ in their first dimension.
-    Every rank must reach the backward pass, too.
+    Every rank must reach the backward pass, too. Tensors in a list, a tuple or a dict come without gradients.
 
     Args:
         x: this rank's object.
@@ -329,6 +330,13 @@ def all_gather(x: T, among: str = "") -> list[T]:
             parts: list = [torch.empty_like(local) for _ in range(world_size())]
             dist.all_gather([*map(_bytes, parts)], _bytes(local), group(among, local.device.type))
             return [p.to(x.device) for p in parts]
+        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in(x)):
+            warn_once(
+                f"all_gather got {describe(x)}, in which tensors have gradients: it passes gradients back to a tensor "
+                "that it gets by itself, not to those in another object. Gather each by itself, or .detach() those of "
+                "which only the values are needed"
+            )
+            x = map_batch(Tensor.detach, x)  # unpickled, they would take gradients, and pass none back
         everyone: list = [None] * world_size()
         dist.all_gather_object(everyone, x, group(among))
         return everyone
