@@ -6,9 +6,10 @@ have its own count.
 """
 
 import inspect
+import itertools
 import math
 from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, is_dataclass, replace
 from functools import partial
 from typing import Any
@@ -321,6 +322,7 @@ class LossWeight:
         told: the user was warned of an unknown count, or no warning is needed.
         absent: the model has computed no loss in evaluation, although there were targets.
         gathers: in training the loss depends on tensors of other ranks, by `distributed.all_gather`.
+        meets: in training the loss calls collectives of `distributed`, so that every rank must compute it.
         asks: the learner's attributes that the loss function gets by keyword.
         alone: the loss function can be called with predictions alone.
         entries: the entries of the model's output that are counts, not losses.
@@ -389,7 +391,7 @@ class LossWeight:
             self._count = self.own.count
         # What is found out while batches are read
         self.told = self.own is None
-        self.absent = self.gathers = False
+        self.absent = self.gathers = self.meets = False
         self.counted: dict[str, tuple[Tensor, float | Tensor]] = {}
         self.factors: dict[str, float | Tensor] = {}
 
@@ -708,11 +710,14 @@ def take_loss(learn: "Learner") -> None:
     Raises:
         ValueError: the loss is not a scalar, or would silently broadcast predictions and targets.
     """
-    weighting = weighting_of(learn)
-    if learn.batch_size == 0 and weighting.gathers and learn.training and learn.loss_func is not None:
+    weighting, calls = weighting_of(learn), itertools.count()
+    first = learn.iter == learn.first_iter and learn.training and learn.n_ranks > 1
+    if learn.batch_size == 0 and weighting.meets and learn.training and learn.loss_func is not None:
         # The other ranks wait for this one in the loss. A sample that stands for none is no part of it.
         learn.pred, learn.yb = cut_rows((learn.pred, learn.yb), 0, 0, 0)
         learn._loss()
+        if not weighting.gathers:
+            learn.loss_grad = zero_loss(output_of(learn))
         learn.loss = torch.zeros_like(learn.loss)  # an empty mean would be NaN
     elif learn.batch_size == 0 and not rows_of(learn.xb):
         # A rank without data has gradients of zero, since an empty mean would be NaN.
@@ -723,13 +728,15 @@ def take_loss(learn: "Learner") -> None:
             check_shapes(learn.loss_func, learn.pred, learn.yb)
             if learn.training and learn.task == "fit" and learn.epoch == learn.start_epoch:
                 look_at_first_batch(learn)
-        learn._loss()
+        with distributed.around_collectives(lambda: nullcontext(next(calls))) if first else nullcontext():
+            learn._loss()
     if learn.loss_grad is None:
         return
     if not isinstance(learn.loss_grad, Tensor) or learn.loss_grad.ndim or learn.loss_grad.is_complex():
         raise no_scalar(learn.loss_grad)
-    if learn.training and learn.iter == learn.first_iter and learn.n_ranks > 1:
+    if first and learn.batch_size:
         weighting.gathers = any(node.name() == distributed.GATHERED for node in nodes_of([learn.loss_grad]))
+        weighting.meets = next(calls) > 0
     table = learn._dispatch.table
     learn.loss_count = count = batch_count(learn) if learn.batch_size else 0  # a rank's stand-in sample is none
     if weighting.parts and learn.batch_size:

@@ -1,5 +1,6 @@
 """A loss that compares the samples of all ranks, which it gathers, trains as on one process."""
 
+import copy
 import warnings
 
 import pytest
@@ -75,6 +76,47 @@ def test_steps_of_several_batches_gather_in_each():
         return [GradientAccumulation(n_batches=2)]
 
     assert far(trained(37, alone, cbs=steps(), together=False), trained(37, contrastive, cbs=steps())) < 1e-9
+
+
+class Centred(nn.Module):
+    """A loss whose buffer follows the mean over the samples of all ranks, which has no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("center", torch.zeros(4).double())
+
+    def forward(self, pred):
+        one, other, _ = pred
+        loss = (one - other).square().mean() + (one - self.center).abs().mean()
+        if torch.is_grad_enabled():
+            everyone = torch.cat([part for [part] in distributed.all_gather([one.detach()])])
+            self.center = 0.9 * self.center + 0.1 * everyone.mean(0)
+        return loss
+
+
+@pytest.mark.ranks(2, slow=[3])
+@pytest.mark.parametrize("options", [{}, {"shard": True}, {"find_unused_parameters": True}], ids=str)
+def test_a_rank_without_samples_takes_part_in_what_a_loss_gathers_without_gradients(options):
+    torch.manual_seed(0)
+    one = Encoder().double()
+    one.scale.requires_grad_(False)
+    data = TensorDataset(torch.randn(37, 6).double(), torch.randn(37, 6).double())  # the last batch has one sample
+
+    model, center = copy.deepcopy(one), torch.zeros(4).double()
+    opt = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    for _ in range(2):
+        for x, y in zip(*(t.split(12) for t in data.tensors), strict=True):
+            a, b, _ = model(x, y)
+            opt.zero_grad()
+            ((a - b).square().mean() + (a - center).abs().mean()).backward()
+            opt.step()
+            center = 0.9 * center + 0.1 * a.detach().mean(0)
+    dls = DataLoaders.from_datasets(data, bs=12, n_inp=2, shuffle=False, device="cpu")
+    learn = Learner(dls, one, Centred(), lr=0.01)
+    with learn.no_logging(), learn.no_bar(), learn.distrib_ctx(split_batches=True, **options):
+        learn.fit(2)
+    torch.testing.assert_close(learn.model.state_dict(), model.state_dict(), rtol=0, atol=1e-9)
+    torch.testing.assert_close(learn.loss_func.center, center, rtol=0, atol=1e-9)
 
 
 @pytest.mark.ranks(2, slow=[3])
