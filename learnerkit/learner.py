@@ -391,8 +391,8 @@ class Learner(RunState):
         self.n_iter, self.iter = loader_len(self.dl), self.first_iter - 1
         agreement = self._agreement
         arguments_taken = own_loss_arguments(self.loss_func, self.model)
-        self._unpack = Unpacker(self.dls, self.dl, self._device, arguments_taken, agreement is not None)
         with arguments.pass_checked(self), optim.no_gradients_left(self), reading(self):
+            self._unpack = Unpacker(self.dls, self.dl, self._device, arguments_taken, agreement is not None)
             for self.iter, self.batch in enumerate(self._unpack.dl, self.first_iter):
                 self._batch_index = self.iter
                 self._one_batch() if agreement is None else agreement.run_batch(self._one_batch)

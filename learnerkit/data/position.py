@@ -176,7 +176,7 @@ class Position:
         self._begin_epoch(epoch)
         self.begun = True
         indexed = has_index(dl)
-        self._total = loader_len(dl) if indexed or isinstance(dl, Sequence) else None
+        self._total = _length(dl)
         self._batch_size = getattr(dl, "batch_size", None)
         self._order_sources = order_sources(dl)  # taken before samplers are lent generators
         self.data.begin(dl, again=not indexed and ranks == 1)
@@ -217,13 +217,14 @@ class Position:
             )
         return batches
 
-    def share(self, shared: Any) -> int:
+    def share(self, shared: Any, dl: Any) -> int:
         """Let a rank's loader begin at the position; return the index of its first step.
 
         Args:
             shared: the rank's `RankLoader`.
+            dl: the loader that it shares: the user's, or one that a callback has put in its place.
         """
-        self._per_step = shared.per_step
+        self._per_step, self._total = shared.per_step, _length(dl)
         if self.goes_on:
             first = -(-self.read // self._per_step)
             if self._total is not None:  # the last step stays the last, even if the number of steps has changed
@@ -237,6 +238,11 @@ class Position:
         self.data.note_start(loader)
         if not self.goes_on:
             self._start = states_of(self._order_sources or [])
+
+
+def _length(dl: Any) -> int | None:
+    """Return the number of batches of a loader that has an index or is a list; of others none is relied on."""
+    return loader_len(dl) if has_index(dl) or isinstance(dl, Sequence) else None
 
 
 def evaluated_state_dict(loaders: Sequence) -> list[list]:

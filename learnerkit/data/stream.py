@@ -403,6 +403,10 @@ def reading(learn: "Learner") -> Iterator[None]:
     indexed = has_index(loader)
     stream = stream_of(loader)
     goes_on = training and position is not None and position.goes_on
+    if goes_on and learn.n_ranks == 1 and stream is None and indexed and loader is learn.dl:
+        # A callback has put another loader in the place of the one that begins at the position.
+        learn.dl = loader = learn.dls.twin(loader, training=True, always=True)
+        stream = stream_of(loader)
     draws = any(getattr(s, "generator", s) is None for s in samplers_of(loader)) or draws_globally(loader)
     seeds_loader, generator = indexed or stream is not None, getattr(loader, "generator", None)
     base = draw_seed(generator) if seeds_loader and not goes_on else 0

@@ -373,7 +373,7 @@ class DistributedCallback(Callback):
         shared.seed, shared.since = seed, since
         if position is not None:
             position.data.states = seed
-            learn.first_iter = position.share(shared)
+            learn.first_iter = position.share(shared, dl)
         learn.dl = shared
 
     def _shared(self, dl: Any, step: RankStep | None) -> RankLoader:

@@ -520,6 +520,19 @@ def test_t4_a_loader_with_workers_and_a_state_of_its_own():
     check_all_places(lambda: DataLoaders(Restorable(Stream(), 4, num_workers=2), device="cpu"), places, Log=Numbers)
 
 
+class Larger(Callback):
+    """Reads other batches than those of the loader, and larger ones in each epoch."""
+
+    def before_train(self):
+        dl = self.learn.dls.train
+        self.learn.dl = DataLoader(dl.dataset, 4 * (self.learn.epoch + 1), shuffle=True)
+
+
+def test_a_loader_that_a_callback_puts_in_place_goes_on():
+    places = [(0, 1), (1, 1), (1, 2), (1, "trained"), (0, "ended")]
+    check_all_places(lambda: make_dls("shuffled", "no workers"), places, lambda: [Larger()])
+
+
 @pytest.mark.soak
 def test_shortened_epochs_go_on():
     for cb in (partial(ShortEpochCallback, n=4), partial(ShortEpochCallback, 0.7), partial(OverfitBatch, 2)):

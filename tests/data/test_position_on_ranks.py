@@ -5,7 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from data.test_position import WORKERS, Log, N, Remembering, Resume, Shuffled, Stream, make_dls
+from data.test_position import WORKERS, Larger, Log, N, Remembering, Resume, Shuffled, Stream, make_dls
 from helpers import end_workers, mostly_slow
 from torch import nn
 from torch.utils.data import DataLoader
@@ -88,6 +88,17 @@ def test_t8_ranks_go_on_as_they_are_and_in_another_number(sampler, workers, spli
         assert alone(stopped, epoch) + samples(again, epoch) == alone(one, epoch), (epoch, steps)
         for last in range(epoch + 1, EPOCHS):
             assert samples(again, last) == alone(one, last)
+
+
+def test_a_loader_that_a_callback_puts_in_place_goes_on():
+    def made():
+        dls = make_dls("shuffled", "no workers")
+        dls.cbs = [Larger()]
+        return dls
+
+    how = {"split_batches": True}
+    whole, stopped = fit(made, Log(), distributed=how), fit(made, Log((1, 1)), distributed=how)
+    assert fit(made, Log(), stopped.state, distributed=how).seen == whole.seen[stopped.count :]
 
 
 def stream(workers, n=22):
