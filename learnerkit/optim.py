@@ -369,7 +369,7 @@ def as_one(made: Any) -> Optimizer | Optimizers:
         library = library_of(next(iter(opts), None))
         of = f", made for {library}, another library" if library else ""
         raise TypeError(
-            f"opt_func or create_opt made {made!r}{of}; it must be a torch optimizer, or a dict of them by name"
+            f"opt_func or create_opt made {describe(made)}{of}; it must be a torch optimizer, or a dict of them by name"
         )
     return Optimizers(made) if isinstance(made, dict) and not isinstance(made, Optimizers) else made
 

@@ -152,6 +152,12 @@ def test_create_opt_must_make_an_optimizer(made):
         make_learner(opt_func=lambda groups, lr: made).fit(1)
 
 
+def test_a_list_of_optimizers_is_refused_in_one_line():
+    both = lambda groups, lr: [SGD(groups, lr=lr), AdamW(groups, lr=lr)]  # noqa: E731
+    with pytest.raises(TypeError, match=r"opt_func or create_opt made \(SGD, AdamW\); it must be a torch optimizer"):
+        make_learner(opt_func=both).fit(1)
+
+
 def test_two_networks_can_be_trained_by_turns():
     class Adversarial(TwoOpts):
         "As in a GAN: the optimizers step by turns."
