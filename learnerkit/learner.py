@@ -453,7 +453,7 @@ class Learner(RunState):
 
     def _forward(self) -> None:
         """Set `output` and `pred` from the model."""
-        named = self.xb[0] if type(self.batch) not in (tuple, list) and isinstance(self.batch, Mapping) else None
+        named = None if type(self.batch) in (tuple, list) else _named(self.batch, self.xb)
         self.output = out = self.model(*(self.xb if named is None else ()), **count_passed(self), **(named or {}))
         self.pred = out if isinstance(out, Tensor) and out.ndim else pred_of(out, makes_loss(self))
 
@@ -1935,3 +1935,8 @@ def from_hub(
     from learnerkit.export.hub import download
 
     return load_learner(download(repo_id, fname, revision, token), model, **kwargs)
+
+
+def _named(batch: Any, xb: tuple[Any, ...]) -> Mapping[str, Any] | None:
+    """Return the named inputs of a mapping batch; `None` if a split of one's own has taken a tensor out of it."""
+    return xb[0] if isinstance(batch, Mapping) and isinstance(xb[0], Mapping) else None

@@ -296,3 +296,25 @@ def test_start_epoch_beyond_the_end_trains_nothing():
     learn.fit(2, start_epoch=2)
     assert same_weights(before, weights(learn.model))
     assert learn.recorder.values == []
+
+
+class ByPosition(DataLoaders):
+    "Takes the input out of a dict, under whose name the model does not know it."
+
+    def split(self, batch, arguments=None):
+        return (batch["past"],), (batch["future"],)
+
+
+def test_a_split_may_take_the_input_out_of_a_mapping():
+    batches = [(torch.randn(8, 4), torch.randn(8, 1)) for _ in range(3)]
+    learners = [
+        Learner(dls, nn.Linear(4, 1), nn.MSELoss())
+        for dls in (DataLoaders(batches), ByPosition([{"past": x, "future": y} for x, y in batches]))
+    ]
+    learners[1].model.load_state_dict(learners[0].model.state_dict())
+    for learn in learners:
+        learn.fit(2)
+    assert torch.equal(learners[0].model.weight, learners[1].model.weight)
+    learners[1].model.forward = lambda: None
+    with pytest.raises(TypeError, match="takes 0 positional arguments"):
+        learners[1].fit(1)
