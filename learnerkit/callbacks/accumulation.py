@@ -21,8 +21,8 @@ class GradientAccumulation(Callback):
     are reduced once a step. Batches without a step end by `CancelBatchException`, so `before_step` and `after_step` do
     not run for them. Schedules advance by steps.
 
-    The loss of each batch is weighted for this after `before_backward`. A backward pass that a callback makes itself, as
-    in adversarial training, is not: its gradients are added as they are.
+    The loss of each batch is weighted for this after `before_backward`. A backward pass that a callback makes itself,
+    as in adversarial training, is not: its gradients are added as they are.
 
     Args:
         n_batches: batches of a step, on each rank.
