@@ -6,7 +6,6 @@ have its own count.
 """
 
 import inspect
-import itertools
 import math
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -467,6 +466,11 @@ class LossWeight:
                 )
         return {name: (parts[name], part.count(yb, batch_size, None, output)) for name, part in self.parts.items()}
 
+    def note_meeting(self) -> AbstractContextManager:
+        """Note that the loss calls a collective; return the context in which it is called."""
+        self.meets = True
+        return nullcontext()
+
     def take_parts(self, learn: "Learner") -> None:
         """Set the loss to the sum of the parts that count anything, with hooks that weigh their gradients."""
         self.counted, self.factors = {}, {}
@@ -710,7 +714,7 @@ def take_loss(learn: "Learner") -> None:
     Raises:
         ValueError: the loss is not a scalar, or would silently broadcast predictions and targets.
     """
-    weighting, calls = weighting_of(learn), itertools.count()
+    weighting = weighting_of(learn)
     first = learn.iter == learn.first_iter and learn.training and learn.n_ranks > 1
     if learn.batch_size == 0 and weighting.meets and learn.training and learn.loss_func is not None:
         # The other ranks wait for this one in the loss. A sample that stands for none is no part of it.
@@ -728,7 +732,7 @@ def take_loss(learn: "Learner") -> None:
             check_shapes(learn.loss_func, learn.pred, learn.yb)
             if learn.training and learn.task == "fit" and learn.epoch == learn.start_epoch:
                 look_at_first_batch(learn)
-        with distributed.around_collectives(lambda: nullcontext(next(calls))) if first else nullcontext():
+        with distributed.around_collectives(weighting.note_meeting) if first else nullcontext():
             learn._loss()
     if learn.loss_grad is None:
         return
@@ -736,7 +740,6 @@ def take_loss(learn: "Learner") -> None:
         raise no_scalar(learn.loss_grad)
     if first and learn.batch_size:
         weighting.gathers = any(node.name() == distributed.GATHERED for node in nodes_of([learn.loss_grad]))
-        weighting.meets = next(calls) > 0
     table = learn._dispatch.table
     learn.loss_count = count = batch_count(learn) if learn.batch_size else 0  # a rank's stand-in sample is none
     if weighting.parts and learn.batch_size:

@@ -175,8 +175,9 @@ def test_a_name_that_resolves_late_is_waited_for(monkeypatch):
     monkeypatch.setattr(rendezvous, "resolves", lambda host: host == LOOPBACK and next(known))
     said = []
     node, *_ = Rendezvous(Static(0, 1, LOOPBACK, free_port()), 60.0, said.append).join(0)
+    (line,) = said
     assert node == 0
-    assert re.fullmatch(rf"waiting for an address for the name {LOOPBACK!r} \(\d+ s\)", said[0])
+    assert re.fullmatch(rf"waiting for an address for the name {LOOPBACK!r} \(\d+ s\)", line)
     with pytest.raises(NodeError, match=r"^an address for the name 'algo-1' did not come within 0 s \(--timeout\)"):
         Rendezvous(Static(0, 2, "algo-1", 1), 0.1, print).join(0)
 

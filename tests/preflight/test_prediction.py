@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import mostly_soak, same_weights, weights
+from launching import in_time
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -188,7 +189,7 @@ def test_the_peaks_of_other_models_are_predicted(kind):
     torch.manual_seed(0)
     learn, start = TABLE[kind](), time.process_time()
     found = predict_memory(learn)
-    assert time.process_time() - start < 20  # at most 3 s, of which a busy machine has made 9
+    assert in_time(time.process_time() - start, 6)  # at most 3 s, of which a busy machine makes more
     assert isinstance(found, Prediction), found
     assert found.peak == pytest.approx(measured(learn), rel=0.1)
 
