@@ -684,6 +684,7 @@ def test_what_a_rank_leaves_running_is_killed(launched):
     assert err.count("RuntimeError: only a forked child") == 2
 
 
+@pytest.mark.slow
 def test_the_end_of_a_forked_child_is_not_that_of_its_rank(launched, tmp_path):
     (tmp_path / "forks.py").write_text(
         "import os, time, warnings\n"
@@ -737,7 +738,7 @@ def test_a_second_ctrl_c_kills_at_once(launched):
     assert len(says(err)) == 3
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_no_attempt_follows_a_signal_that_comes_while_the_ranks_are_stopped(launched, tmp_path, signum):
     (tmp_path / "lingers.py").write_text(
         "import os, signal, sys, time\n"

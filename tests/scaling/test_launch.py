@@ -36,6 +36,7 @@ def test_a_script_without_a_fit_has_no_report(script_env, tmp_path, end):
     assert done.stderr.count("there is no report: the script has ended, and no Learner has called fit") == 1
 
 
+@pytest.mark.slow
 def test_a_program_that_the_script_starts_gives_no_report_of_its_own(script_env, tmp_path):
     (tmp_path / "inner.py").write_text(
         "import torch\n"
