@@ -504,7 +504,8 @@ def put_model(learn: "Learner", state: Mapping[str, Any], with_opt: bool = True,
     if shapes[0] != shapes[1]:
         raise CheckpointError(
             f"{name} has values of the shapes {shapes[1]} beside the model, such as weight= of the loss, and this "
-            f"learner {shapes[0]}: make the Learner with the same loss"
+            f"learner {shapes[0]}: make the Learner with the same loss; if a callback sets weight= later, with one "
+            "that has it from the start, such as weight=torch.ones(n)"
         )
     put_trained(learn, state, with_opt)
     model.load_state_dict(rows_for(saved.weights, model))

@@ -17,6 +17,7 @@ from learnerkit import (
     EMA,
     Callback,
     CancelTrainException,
+    CheckpointCallback,
     CheckpointError,
     DataLoaders,
     EarlyStoppingCallback,
@@ -237,6 +238,33 @@ def test_a_state_of_another_loss_is_refused_and_changes_nothing():
     with raises(CheckpointError, "values of the shapes [] beside the model", "this learner [(3,)]", "the same loss"):
         learn.load_state_dict(state)
     assert str(learn.opt.state_dict()) == str(before)
+
+
+@pytest.mark.parametrize("change", ["another loss", "its weight"])
+def test_a_run_in_which_a_callback_gives_the_loss_a_weight_goes_on_if_it_has_one_from_the_start(tmp_path, change):
+    def give_weight(cb):
+        if cb.epoch and change == "its weight":
+            cb.loss_func.weight = torch.tensor([1.0, 2.0, 3.0])
+        elif cb.epoch:
+            cb.learn.loss_func = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0]))
+
+    def learner(weight=None, **events):
+        data = TensorDataset(torch.randn(12, 4), torch.arange(12) % 3)
+        cbs = [Callback(before_epoch=give_weight, **events), CheckpointCallback(tmp_path, every=1, resume=True)]
+        dls = DataLoaders.from_datasets(data, None, bs=4, device="cpu")
+        return Learner(dls, nn.Linear(4, 3), nn.CrossEntropyLoss(weight=weight), cbs=cbs)
+
+    def stop(cb):
+        if (cb.epoch, cb.iter) == (2, 1):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        learner(torch.ones(3), after_step=stop).fit(3)
+    with raises(CheckpointError, "if a callback sets weight= later", "weight=torch.ones(n)"):
+        learner().fit(3)
+    learn = learner(torch.ones(3))
+    learn.fit(3)
+    assert (learn.train_iter, learn.loss_func.weight.tolist()) == (9, [1.0, 2.0, 3.0])
 
 
 class Noisy(TensorDataset):
