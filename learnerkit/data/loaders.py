@@ -598,6 +598,8 @@ class Unpacker:
         if rows is None:
             return self._infer(batch) if drawn is None else drawn
         if counts_rows and drawn not in (None, rows):
+            if drawn in row_counts(batch, self.dls.batch_dim).values():
+                return drawn  # a list of texts tells what the tensors do not, which agree by chance
             self._say(
                 f"the loader drew {drawn} samples for a batch whose parts have {rows} rows; the rows are counted as "
                 f"samples. If they are not, {_ADVICE}"

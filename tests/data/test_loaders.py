@@ -153,3 +153,25 @@ def test_a_view_of_a_loader_has_the_numbers_of_samples_that_the_loader_draws():
     learn.fit(1, cbs=note)
     learn.fit(1, cbs=[note, ShortEpochCallback(n=3)])
     assert sizes == [4, 4, 2] * 2
+
+
+class OfPictures(torch.nn.Linear):
+    """A score for each sample, which is several pictures with a text."""
+
+    def forward(self, pictures, bounds, texts):
+        scores = super().forward(pictures)
+        return torch.stack([scores[i:j].mean() for i, j in bounds.unfold(0, 2, 1)])
+
+
+def test_a_list_of_texts_says_how_many_samples_a_batch_has():
+    counts = [3, 1, 2, 1]  # the last batch has three pictures and three bounds, but two samples
+
+    def collate(places):
+        few = [counts[i] for i in places]
+        bounds = torch.tensor([0, *few]).cumsum(0)
+        return {"pictures": torch.ones(sum(few), 4), "bounds": bounds, "texts": [f"no. {i}" for i in places]}
+
+    dls = DataLoaders(DataLoader(range(len(counts)), 2, collate_fn=collate), device="cpu")
+    learn, sizes = make_learner(dls, OfPictures(4, 1), loss_func=lambda pred: pred.mean()), []
+    learn.fit(1, cbs=Callback(after_batch=lambda cb: sizes.append(cb.batch_size)))
+    assert sizes == [2, 2]
