@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from inspect import signature
 from itertools import accumulate, chain
 from numbers import Real
 from typing import Any
@@ -314,7 +315,8 @@ class TorchScheduler(Callback):
         monitor: the column of the table given to its `step`, as `torch.optim.lr_scheduler.ReduceLROnPlateau` needs it.
 
     Raises:
-        TypeError: `make` is a scheduler rather than a function that makes one, or makes something else.
+        TypeError: `make` is a scheduler rather than a function that makes one, or makes something else; in `before_fit`
+            also a scheduler whose `step` needs other arguments, such as those of timm.
         ValueError: another `step`; a `monitor` with step='batch'; in `before_fit` also a schedule of the rate.
     """
 
@@ -356,6 +358,15 @@ class TorchScheduler(Callback):
             raise ValueError(
                 "torch's ReduceLROnPlateau steps by a value: TorchScheduler(..., step='epoch', monitor='valid_loss')"
             )
+        for scheduler in self._schedulers:
+            try:
+                signature(scheduler.step).bind(*[] if self.monitor is None else [0.0])
+            except TypeError:
+                raise TypeError(
+                    f"TorchScheduler calls step() of a scheduler, with one value if it has monitor=, and got "
+                    f"{type(scheduler).__name__}.step{signature(scheduler.step)}: let a callback of your own call it, "
+                    "in before_epoch or in after_step"
+                ) from None
         if self.step == "epoch" and self.monitor is None:
             for _ in range(learn.start_epoch):
                 self._advance()

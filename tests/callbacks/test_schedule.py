@@ -734,6 +734,23 @@ def test_what_a_torch_scheduler_cannot_do_is_refused():
         learner(cbs=TorchScheduler(lr_scheduler.ReduceLROnPlateau, "epoch")).fit(1)
 
 
+def test_a_scheduler_that_steps_by_other_arguments_is_refused_when_the_fit_begins():
+    class NeedsEpoch:  # as the schedulers of timm do
+        def __init__(self, opt):
+            self.opt = opt
+
+        def step(self, epoch, metric=None):
+            raise NotImplementedError
+
+    seen = []
+    note = Callback(before_epoch=lambda cb: seen.append(cb.epoch))
+    with pytest.raises(
+        TypeError, match=r"got NeedsEpoch.step\(epoch, metric=None\): let a callback of your own call it"
+    ):
+        learner().fit(1, cbs=[note, TorchScheduler(NeedsEpoch, step="epoch")])
+    assert not seen
+
+
 def test_a_torch_scheduler_may_be_a_chain():
     def make(opt):
         return lr_scheduler.ChainedScheduler([lr_scheduler.StepLR(opt, 1), lr_scheduler.ExponentialLR(opt, 0.5)])
