@@ -23,7 +23,7 @@ from learnerkit.parallel import DataParallelCallback, will_shard
 from learnerkit.state import Learner
 from learnerkit.text import in_one_line
 from learnerkit.torch_internals import AllocatedBytes, LiveBytes, fake_mode, hook_tables, uncompiled
-from learnerkit.utils import itself, own_loss_arguments, replaced, spanned_devices, training_modes, unwrap
+from learnerkit.utils import itself, overrides, own_loss_arguments, replaced, spanned_devices, training_modes, unwrap
 from learnerkit.values import TensorFunction, describe, map_batch
 
 MARGIN = 0.08
@@ -192,11 +192,16 @@ def fake_steps(learn: "Learner") -> Iterator[tuple["Learner", TensorFunction]]:
     """Copy a learner, with fake tensors in model and loss, and with a new optimizer.
 
     Only torch's own hooks are copied, such as that of `weight_norm`: others may keep tensors.
+
+    Raises:
+        ValueError: the steps do not show what is needed, or may leave tensors without values behind.
     """
     one, owners = copy.copy(learn), (unwrap(learn.model), learn.loss_func)
     kind = nn.LSTM if learn.dls.device.type == "cpu" else nn.RNNBase
     if any(isinstance(m, kind) for m in owners[0].modules()):
         raise ValueError("kernels of recurrent layers keep what tensors without values do not show")
+    if overrides(learn, "_backward", "_step"):  # such as a GAN, with a pool of the images that it has made
+        raise ValueError("a step of its own may keep tensors, which a fit could not use if they had no values")
     mode, logger = fake_mode(), logging.getLogger("torch._subclasses.fake_tensor")
     memo: dict[int, Any] = {id(x): x for x in (learn.dls, *learn.cbs)} | {id(learn): one}  # hooks copy none of these
     for t in held_tensors(*owners):

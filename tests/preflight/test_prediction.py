@@ -386,6 +386,27 @@ def test_what_a_learner_does_in_training_alone_takes_part(on):
     assert predict_memory(learn, on=[on]).gradients == n_bytes(model.parameters())
 
 
+class WithPool(Learner):
+    """Keeps what the model has made, as a GAN does for its critic."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.pool = []
+
+    def _step(self):
+        super()._step()
+        self.pool.append(self.pred.detach())
+
+
+def test_what_a_step_of_its_own_keeps_has_values():
+    rows = [(torch.randn(8, 6), torch.arange(8) % 2)]
+    learn = WithPool(DataLoaders(rows, device="cpu"), nn.Linear(6, 2), nn.CrossEntropyLoss())
+    assert isinstance(predict_memory(learn, on=[fake_steps]), str)
+    assert isinstance(predict_memory(learn), Prediction)
+    assert learn.pool
+    assert all(type(t) is torch.Tensor for t in learn.pool)
+
+
 def test_in_a_fit_the_batch_is_the_present_one():
     found = []
 
