@@ -46,6 +46,12 @@ _SYNONYMS = (  # each row has words with one meaning, from this library and othe
     ("valid_ds", "val_ds", "val_dataset", "valid_dataset", "eval_dataset", "validation_data"),
     ("bs", "tokens", "batch_size", "train_batch_size"),
     ("valid_bs", "val_bs", "val_batch_size", "eval_batch_size"),
+    ("accuracy", "acc", "val_acc", "valid_acc", "eval_acc"),
+    ("f1", "f1_score", "f1_macro", "macro_f1"),
+    ("comp", "mode"),
+    ("min_delta", "delta"),
+    ("fname", "filename"),
+    ("n_batches", "accumulation_steps", "gradient_accumulation_steps", "accumulate_grad_batches"),
     ("num_workers", "workers", "n_workers", "nb_workers", "dataloader_num_workers"),
 )
 

@@ -11,6 +11,11 @@ def test_did_you_mean_names_the_nearest():
     assert did_you_mean("x", []) == ""
 
 
+def test_did_you_mean_prefers_a_name_of_the_same_meaning_to_the_nearest():
+    assert did_you_mean("acc", ["accuracy", "auc"]) == "; did you mean 'accuracy'?"
+    assert did_you_mean("val_acc", ["train_loss", "valid_loss", "accuracy"]) == "; did you mean 'accuracy'?"
+
+
 @pytest.mark.parametrize(
     ("seconds", "expected"),
     [

@@ -11,6 +11,7 @@ from learnerkit.events import CancelBatchException, CancelStepException
 from learnerkit.gradient_mean import GradientMean, counts_something, host_count, scale_gradients
 from learnerkit.losses import loss_sums, output_of, weighting_of
 from learnerkit.state import State
+from learnerkit.utils import suggests_keywords
 
 
 class GradientAccumulation(Callback):
@@ -37,6 +38,7 @@ class GradientAccumulation(Callback):
     run_valid = False
     mean: Any = None  # the mean that weights the batches, on one process; on several ranks their step has it
 
+    @suggests_keywords
     def __init__(self, *, n_batches: int | None = None, n_samples: int | None = None) -> None:
         if (n_batches is None) == (n_samples is None):
             raise TypeError(f"got n_batches={n_batches} and n_samples={n_samples}; give one of them")

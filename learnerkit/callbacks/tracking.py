@@ -24,7 +24,7 @@ from learnerkit.host_scalars import HostScalars
 from learnerkit.marks import collective
 from learnerkit.state import State
 from learnerkit.stores.paths import AnyPath
-from learnerkit.utils import owner_of
+from learnerkit.utils import owner_of, suggests_keywords
 
 _LESS_IS_BETTER = re.compile(
     r"loss|error|perplexity|cross.?entropy|(?<![a-z0-9])(mse|rmse|mae|mape|nll|b?ce|ppl|wer|cer|brier|ece|fid)(?![a-z0-9])",
@@ -60,6 +60,7 @@ class TrackerCallback(NamedState):
     only_fit = True
     _state_names: tuple[str, ...] = ("best", "new_best", "_rows", "_rows_with_column")
 
+    @suggests_keywords
     def __init__(
         self,
         monitor: str = "valid_loss",
@@ -144,6 +145,7 @@ class SaveModelCallback(TrackerCallback):
 
     order = 61
 
+    @suggests_keywords
     def __init__(
         self,
         monitor: str = "valid_loss",
@@ -278,6 +280,7 @@ class _Patient(TrackerCallback):
 
     _state_names = (*TrackerCallback._state_names, "wait")
 
+    @suggests_keywords
     def __init__(
         self,
         monitor: str = "valid_loss",
@@ -343,6 +346,7 @@ class ReduceLROnPlateau(_Patient):
 
     order = 62
 
+    @suggests_keywords
     def __init__(
         self,
         monitor: str = "valid_loss",

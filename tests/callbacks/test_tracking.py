@@ -852,6 +852,21 @@ def test_trackers_decide_the_same_with_data_parallel(two_gpus):
     assert same_weights(learn.model, before)
 
 
+@pytest.mark.parametrize(
+    ("make", "given", "hint"),
+    [
+        (EarlyStoppingCallback, "mode", "did you mean 'comp'"),
+        (ReduceLROnPlateau, "delta", "did you mean 'min_delta'"),
+        (SaveModelCallback, "filename", "did you mean 'fname'"),
+        (SaveModelCallback, "save_top_k", "it takes monitor, comp, "),
+        (GradientAccumulation, "accumulation_steps", "did you mean 'n_batches'"),
+    ],
+)
+def test_a_keyword_of_other_libraries_is_refused_with_the_one_of_this(make, given, hint):
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{given}'; {hint}"):
+        make(**{given: 1})
+
+
 # On a GPU
 
 
