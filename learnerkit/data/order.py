@@ -3,9 +3,9 @@
 import random
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from copy import copy, deepcopy
-from inspect import signature
+from inspect import getclosurevars, isfunction, signature
 from typing import Any
 
 import numpy as np
@@ -198,8 +198,16 @@ def put_generator(owner: Any, name: str, state: Any) -> None:
 
 
 def put_back_attributes(owner: Any, stack: ExitStack) -> None:
-    """Register on `stack` what restores an object's attributes, the content of its containers, and its generators."""
-    for x in (getattr(owner, "__dict__", {}), *attribute_values(owner)):
+    """Register on `stack` what restores an object's attributes, the content of its containers, and its generators.
+
+    Of a function these are also what it uses of the scopes around it, such as a list in which a loss keeps a queue.
+    """
+    around: list = []
+    if isfunction(owner):
+        with suppress(ValueError):  # a variable around it has no value yet
+            outer = getclosurevars(owner)
+            around = [*outer.nonlocals.values(), *outer.globals.values()]
+    for x in (getattr(owner, "__dict__", {}), *attribute_values(owner), *around):
         if type(x) in _CONTAINERS:
             stack.callback(_refill, x, copy(x))
         elif isinstance(x, GENERATORS):

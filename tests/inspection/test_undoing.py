@@ -171,6 +171,22 @@ def test_a_loss_with_weights_is_moved_and_put_back_too(given):
     assert loss.weight.is_meta
 
 
+def test_a_list_around_a_loss_function_is_put_back():
+    queue = [torch.zeros(4, 1)]
+
+    def loss(pred, target):
+        queue.append(pred.detach())
+        return nn.functional.mse_loss(pred, target) + torch.cat(queue).mean()
+
+    learn = make_learner(loss_func=loss)
+    with unchanged(learn):
+        learn.fit(1)
+    assert len(queue) == 1
+    learn.check()  # also with steps on tensors without values
+    learn.fit(1)
+    assert all(type(t) is torch.Tensor for t in queue)
+
+
 def test_the_loaders_and_the_model_that_a_callback_replaces_are_put_back():
     class Later(Callback):
         def before_epoch(self):
