@@ -402,6 +402,7 @@ class Learner(RunState):
     def _one_batch(self) -> None:
         self.batch, self.xb, self.yb, self.batch_size = self._unpack(self.batch, self.iter)
         self.pred = self.output = self.loss = self.loss_grad = None
+        self.loss_count = self.batch_size  # of a loss that a callback sets; that of the loop counts by itself
         bracket = self._level if self._dispatch.table["batch"] else self._events
         bracket("batch", self._do_batch, CancelBatchException)
 

@@ -183,6 +183,32 @@ def test_with_whole_batches_for_every_rank_an_epoch_has_half_the_steps():
 
 
 @pytest.mark.slow
+class OwnLoss(Callback):
+    """The loss is computed by the callback: the loop finds no targets until then."""
+
+    def before_batch(self):
+        self.target, self.learn.yb = self.y, ()
+
+    def after_pred(self):
+        self.learn.loss_grad = (self.pred - self.target).square().mean()
+        self.learn.loss = self.loss_grad.detach()
+
+    def after_loss(self):
+        self.learn.yb = (self.target,)
+
+
+def test_a_loss_that_a_callback_sets_counts_its_samples():
+    def fit(learn):
+        learn.fit(1, cbs=[OwnLoss(), GradientAccumulation(n_batches=2)])
+        learn.fit(1, cbs=OwnLoss())
+
+    alone, _ = equal_to_one_process(fit)
+    plain = make_learner()
+    plain.fit(1, cbs=GradientAccumulation(n_batches=2))
+    plain.fit(1)
+    assert close(alone.recorder.values, plain.recorder.values)
+
+
 def test_validations_every_so_many_steps_equal_those_on_one_process():
     _, learn = equal_to_one_process(lambda learn: learn.fit(2, cbs=ValidateEvery(3)))
     assert learn.recorder.iters == [3, 6, 8, 9, 12, 15, 16]
