@@ -376,6 +376,11 @@ class Dispatch:
             finally:
                 self.cancel = None  # its traceback refers to this frame
 
+    @property
+    def at_epoch(self) -> bool:
+        """True inside an epoch of a fit, and outside of its training and its validation."""
+        return len(self._owed) == len(("fit", "epoch"))
+
     def __enter__(self) -> "Dispatch":
         """Open a level; at its end, the cleanups of the callbacks that its `before_*` event has reached run."""
         self._owed.append([])

@@ -393,7 +393,7 @@ class Recorder(Callback):
         self.lrs: list[float] = []
         self.iters: list[int] = []
         self.hps: dict[str, list[float]] = {}
-        self.log: list = []
+        self._log: list = []
         self._table: list[dict[str, Any]] = []  # the rows by column
         self.final_record: list[float] = []
         self.metric_names: list[str] = []
@@ -403,6 +403,21 @@ class Recorder(Callback):
         self._smooth = Smoother(self.beta)
         self._in_epoch = False  # the smoothed losses of the epoch are not final yet
         self._told = False  # whether a loss that is not finite was reported
+
+    @property
+    def log(self) -> list:
+        """The last row of the table.
+
+        Raises:
+            RuntimeError: it is read in `after_epoch` before the row of the epoch is there.
+        """
+        learn = self.learn
+        if self._in_epoch and learn.task == "fit" and learn._dispatch.at_epoch and len(self.lrs) > self._first_batch:
+            raise RuntimeError(
+                f"recorder.log was read before it has the row of epoch {learn.epoch}, which is made in after_epoch at "
+                f"order {self.order}: give the callback a higher order (`order = {self.order + 1}` in its class)"
+            )
+        return self._log
 
     @property
     def losses(self) -> list[float]:
@@ -464,8 +479,8 @@ class Recorder(Callback):
 
     def before_fit(self) -> None:
         if self.values or self.lrs:
-            kept = ("metric_names", "values", "losses", "step_losses", "lrs", "iters", "hps", "final_record", "log")
-            self.history.append(PastFit(**{name: getattr(self, name) for name in kept}))
+            kept = ("metric_names", "values", "losses", "step_losses", "lrs", "iters", "hps", "final_record")
+            self.history.append(PastFit(**{name: getattr(self, name) for name in kept}, log=self._log))
         if self._in_epoch:
             self.logged = {}  # values of an epoch that was cut short; callbacks may have logged for this fit already
         self._written = None
@@ -564,9 +579,9 @@ class Recorder(Callback):
         self.values.append(self.final_record)
         self.iters.append(n_batches)
         duration = [format_time(time.perf_counter() - self._start_time)] if self.add_time else []
-        self.log = [epoch, *self.final_record, *duration]
-        self._table.append(dict(zip(self.metric_names, self.log, strict=True)))
-        self.learn.logger(self.log)
+        self._log = [epoch, *self.final_record, *duration]
+        self._table.append(dict(zip(self.metric_names, self._log, strict=True)))
+        self.learn.logger(self._log)
 
     @collective
     def after_fit(self) -> None:
@@ -620,6 +635,7 @@ class Recorder(Callback):
         logged = {name: values.state_dict() for name, values in self.logged.items()}
         return {
             **{name: list(getattr(self, name)) for name in _LISTS},
+            "log": list(self._log),
             "smooth": self._smooth.state_dict(),
             "history": [fit.saved() for fit in self.history],
             "has_valid_loss": self._has_valid_loss,
@@ -631,6 +647,7 @@ class Recorder(Callback):
         """Restore the record. On another number of ranks, rank 0 gets the parts of the epoch of all ranks."""
         for name in _LISTS:
             setattr(self, name, list(state[name]))
+        self._log = list(state["log"])
         self._smooth.load_state_dict(state["smooth"])
         self.history[:] = [PastFit(**(json.loads(fit) if isinstance(fit, str) else fit)) for fit in state["history"]]
         self._has_valid_loss = state["has_valid_loss"]
@@ -777,7 +794,7 @@ class Recorder(Callback):
         return plot_lr_find(*self.lr_find_curve, ax=ax)
 
 
-_LISTS = ("values", "_table", "iters", "lrs", "log", "final_record", "metric_names")
+_LISTS = ("values", "_table", "iters", "lrs", "final_record", "metric_names")
 
 
 def plot_lr_find(lrs: Sequence[float], losses: Sequence[float], suggestions: dict[str, float], ax: Any = None) -> Any:

@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import make_classes, make_data, make_dls, make_learner, make_model, raising
+from helpers import make_classes, make_data, make_dls, make_learner, make_model, raises, raising
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD
@@ -113,6 +113,26 @@ def check_columns(add_time, train_metrics, valid_metrics, valid, logged):
     assert len(recorder.log) == len(expected)
     if add_time:
         assert re.fullmatch(r"\d\d:\d\d\.\d", recorder.log[-1])
+
+
+def test_the_last_row_is_not_read_in_place_of_the_one_to_come():
+    rows = []
+    early = Callback(after_epoch=lambda cb: cb.recorder.log)
+
+    def note(cb):
+        rows.append(cb.recorder.log)
+
+    learn = make_learner(cbs=[early, Callback(order=51, before_train=note, after_epoch=note)])
+    with raises(RuntimeError, "has the row of epoch 0", "`order = 51`"):
+        learn.fit(2)
+    assert rows == [[]]
+    assert learn.recorder.log == []  # it is no error after the fit
+    learn.remove_cb(early)
+    learn.fit(2)
+    assert [row[:1] for row in rows] == [[], [], [0], [0], [1]]
+    stop = raising("before_batch", CancelFitException, lambda cb: cb.training and cb.train_iter == 3)
+    learn.fit(2, cbs=[stop, Callback(after_fit=note)])
+    assert rows[-1][0] == 0  # that epoch has no row
 
 
 def test_metrics_are_named_by_keys_names_and_functions():
