@@ -261,6 +261,35 @@ class Bare(Metric):
         return self.n
 
 
+def test_a_class_of_metrics_may_have_a_name():
+    class Made(Bare):
+        @property
+        def name(self):
+            return "f1 (made)"
+
+    class Named(Bare):
+        name = "F1"
+
+    assert evaluate([Made(), Named(), Named("other"), Bare()]) == {"f1 (made)": 4, "F1": 4, "other": 4, "bare": 4}
+
+
+def test_a_metric_with_the_methods_of_fastai_is_refused_with_those_that_it_has_here():
+    class Fastais(Metric):
+        def reset(self):
+            self.n = 0
+
+        def accumulate(self, learn):
+            self.n += len(learn.y)
+
+        @property
+        def value(self):
+            return self.n
+
+    for kind in (Fastais, type("Half", (Fastais,), {"update": Bare.update})):
+        with raises(TypeError, "update(self, pred, *targets)", "compute(self)", "accumulate(self, learn)"):
+            evaluate([kind()])
+
+
 @pytest.mark.parametrize("sizes", [(4,), (3, 1), (1, 1, 2)])
 def test_batches_make_no_difference(sizes):
     found = evaluate(

@@ -84,6 +84,12 @@ def _make_meter(metric: Any, name: str | None, loss_func: Any, classes: Any, tar
             raise TypeError(f"got the class {name} as a metric; pass an object of it: {name}(...)")
         metric = metric()
     if isinstance(metric, Metric):
+        if type(metric).update is Metric.update or type(metric).compute is Metric.compute:
+            raise TypeError(
+                f"got the metric {name or metric_name(metric)!r}; a Metric has update(self, pred, *targets), which is "
+                "called for each batch, and compute(self), which returns the number at the end (in fastai these are "
+                "accumulate(self, learn) and the property `value`)"
+            )
         metric.use_loss(loss_func)
     if library_of(type(metric)) == "ignite":  # whose objects have any attribute
         raise TypeError(

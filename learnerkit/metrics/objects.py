@@ -26,7 +26,8 @@ class Metric:
     _REDUCTIONS = ("sum", "cat", "max", "min")
 
     def __init__(self, name: str | None = None) -> None:
-        self.name = name or type(self).__name__.lower()
+        if name or not getattr(type(self), "name", None):  # a class may have a name, or a property that makes it
+            self.name = name or type(self).__name__.lower()
 
     def add_state(self, name: str, default: Tensor | float | list[Any], reduce: str = "sum") -> None:
         """Declare a state that `reset` sets to `default` and that ranks combine by `reduce`.
