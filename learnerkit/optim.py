@@ -625,7 +625,12 @@ def listed(lr: Any) -> Any:
     """Turn the learning rates, or schedules, of groups into a list, also in a mapping.
 
     A generator can be read only once.
+
+    Raises:
+        TypeError: several rates that have names, as `lr_find` returns them.
     """
+    if len(names := getattr(lr, "_fields", ())) > 1:
+        raise TypeError(f"got {lr}, as lr_find returns its suggestions; take one of them, such as `.{names[0]}`")
     if isinstance(lr, Mapping):
         return {name: listed(each) for name, each in lr.items()}
     return list(lr) if is_row(lr) else lr

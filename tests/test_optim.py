@@ -1,7 +1,7 @@
 """Parameter groups, rates and weight decay, as a Learner uses them."""
 
 import copy
-from collections import defaultdict
+from collections import defaultdict, namedtuple
 from contextlib import suppress
 from functools import partial
 
@@ -84,6 +84,15 @@ def by_name(learn, key):
 )
 def test_rates_are_fastais(lr, count, expected):
     assert optim.rates(lr, count) == pytest.approx(expected)
+
+
+def test_all_suggestions_of_the_rate_finder_are_no_rates_of_groups():
+    found = namedtuple("Suggested", ["valley", "steep"])(0.1, 0.2)
+    for groups in (None, halves):
+        learn = make_learner(splitter=groups)
+        with raises(TypeError, "lr_find returns", "`.valley`"):
+            learn.fit_one_cycle(1, found)
+    learn.fit(1, found[:2])
 
 
 @pytest.mark.parametrize(
