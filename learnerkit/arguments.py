@@ -66,7 +66,8 @@ _SEAMS = {
 
 def check_subclass(kind: type, base: type) -> None:
     """Refuse a subclass of the Learner (`base`) with methods that fastai calls, but this library does not."""
-    own = {name: cls for cls in kind.__mro__ if cls not in base.__mro__ for name in vars(cls)}
+    # Those of the Learner itself, too: a program may put a method of its own into it.
+    own = {name: cls for cls in kind.__mro__ if cls is base or cls not in base.__mro__ for name in vars(cls)}
     for seam, names in _SEAMS.items():
         for name in names:
             if name in own:

@@ -68,6 +68,25 @@ def test_methods_that_fastai_would_call_are_refused_with_what_does_it_here(name,
     assert seam in str(e.value)
 
 
+def test_a_method_of_fastai_that_is_put_into_the_learner_itself_is_refused(monkeypatch):
+    monkeypatch.setattr(Learner, "_do_one_batch", lambda self: None, raising=False)
+    with pytest.raises(TypeError, match=r"Learner._do_one_batch would never be called"):
+        make_learner()
+
+
+def test_a_fit_of_a_subclass_may_have_the_arguments_of_fastai():
+    class Counting(Learner):
+        def fit(self, n_epoch, lr=None, wd=None, cbs=None, reset_opt=False, start_epoch=0):
+            self.asked = n_epoch
+            super().fit(n_epoch, lr, wd, cbs, reset_opt, start_epoch)
+
+    learn = make_learner(cls=Counting)
+    learn.fit_one_cycle(2, 0.1)
+    assert (learn.asked, len(learn.recorder.values)) == (2, 2)
+    with pytest.raises(TypeError, match="n_steps"):
+        learn.fit_one_cycle(n_steps=3)
+
+
 def test_each_seam_replaces_what_it_names():
     class Own(Learner):
         def _forward(self):
