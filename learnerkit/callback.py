@@ -135,6 +135,8 @@ class Callback(_Read):
                 except AttributeError:
                     pass
             where = "nor has its learner" if learn is not None else "and it is not added to a learner"
+            if learn is not None and hasattr(learn.model, name):
+                where += f"; the model has it: self.model.{name}"
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}, {where}")
 
     def __setattr__(self, name: str, value: Any) -> None:

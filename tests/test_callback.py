@@ -3,12 +3,14 @@
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from fastcore.foundation import L
-from helpers import EPOCH, FIT, TRAIN_BATCH, make_dls, make_learner, notes, raising, spy, weights, words
+from helpers import EPOCH, FIT, TRAIN_BATCH, make_dls, make_learner, make_model, notes, raising, spy, weights, words
 from torch import nn
+from torch.nn import functional as F
 
 from learnerkit import (
     EMA,
@@ -19,6 +21,7 @@ from learnerkit import (
     ProgressCallback,
     Recorder,
     SaveModelCallback,
+    mae,
 )
 from learnerkit.callback import check_hooks, is_ours, running
 from learnerkit.callbacks.schedule import ParamScheduler, SchedCos
@@ -751,6 +754,29 @@ def test_what_fastais_optimizers_have_is_explained_in_a_callback():
     with pytest.raises(AttributeError, match="another") as e:
         make_learner(cbs=Callback(before_batch=lambda cb: cb.opt.another)).fit(1)
     assert not any("param_groups" in note for note in notes(e.value))
+
+
+@pytest.mark.parametrize(
+    ("event", "use", "error", "advice"),
+    [
+        ("after_epoch", lambda cb: cb.dls.valid.one_batch(), AttributeError, "next(iter(learn.dls.valid))"),
+        ("before_fit", lambda cb: cb.dls.bs, AttributeError, "learn.dls.train.batch_size"),
+        ("after_epoch", lambda cb: cb.recorder.losses[-1].item(), AttributeError, "leave .item() out"),
+        ("before_epoch", lambda cb: cb.learn.metrics[0].reset(), AttributeError, "learn.recorder.metric_names"),
+        ("after_pred", lambda cb: cb.pred.loss, AttributeError, "self.output.loss"),
+        ("before_batch", lambda cb: cb.learn("after_pred"), TypeError, "the loop fires the events by itself"),
+        ("after_fit", lambda cb: cb("after_fit"), TypeError, "call the callback's method"),
+        ("after_backward", lambda cb: cb.parameters(), AttributeError, "self.model.parameters"),
+    ],
+)
+def test_what_a_callback_of_fastai_finds_elsewhere_is_named(event, use, error, advice):
+    model = make_model()
+    if advice == "self.output.loss":
+        model.forward = lambda x, plain=model.forward: SimpleNamespace(logits=plain(x), loss=torch.zeros(()))
+    learn = make_learner(model=model, loss_func=F.mse_loss, metrics=mae, cbs=Callback(**{event: use}))
+    with pytest.raises(error) as e:
+        learn.fit(1)
+    assert any(advice in text for text in (str(e.value), *notes(e.value))), (str(e.value), notes(e.value))
 
 
 class CSVLogger(Callback):

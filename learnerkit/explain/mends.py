@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, float64, int64, nn, uint8
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from learnerkit import distributed
 from learnerkit.data.loaders import DataLoaders, unknown_keys
@@ -20,6 +21,10 @@ from learnerkit.values import describe, entries, tensors_in
 
 NOT_ALONE = "choose another batch size, or leave the last batch out: DataLoaders.from_datasets(..., drop_last=True)"
 _FASTAIS = ("set_hyper", "set_hypers", "hypers", "set_freeze")  # methods that only fastai's optimizers have
+_OF_LOADERS = {  # attributes of fastai's loaders, with what has the same value here
+    "one_batch": "learn.dls.one_batch(), or next(iter(learn.dls.valid))", "bs": "learn.dls.train.batch_size",
+    "n": "len(learn.dls.train.dataset)", "c": "len(learn.dls.classes)", "vocab": "learn.dls.classes",
+}  # fmt: skip
 _BY_CLASS = ("cross_entropy", "nll_loss", "multi_margin_loss")  # losses whose targets are the numbers of classes
 _ALONE = "Expected more than 1 value per channel"  # the beginning of torch's message
 _REST = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
@@ -27,6 +32,28 @@ _OF_A_TYPE = "dtype|Input type|scalar type|Double|Byte"  # words of errors about
 _OF_A_LIST = r"not (list|tuple)|'(list|tuple)' object"
 _OF_A_DEVICE = "(same|expected) device"
 _NO_SAMPLE = r"found <class '([\w.]+)'>|(NoneType)"  # words of torch's default_collate
+
+
+def _of_attribute(learn: "Learner", obj: Any, name: str) -> str:
+    """Advise about an attribute that an object does not have, and the one in its place in fastai has."""
+    if isinstance(obj, Optimizer) and name in _FASTAIS:
+        return (
+            "learn.opt is a plain torch optimizer: `for group in self.opt.param_groups: group['lr'] = 0.1`; a schedule "
+            "of any hyper-parameter is ParamScheduler({'lr': SchedCos(0.1, 0)})"
+        )
+    if isinstance(obj, DataLoader | DataLoaders) and name in _OF_LOADERS:
+        return f"these are torch's loaders: write {_OF_LOADERS[name]}"
+    if type(obj) is float and hasattr(Tensor, name):
+        return f"it is a plain float, as learn.smooth_loss and all numbers of learn.recorder are: leave .{name}() out"
+    if obj is learn.pred and hasattr(learn.output, name):
+        return f"learn.pred is the logits alone; learn.output is the whole output of the model: self.output.{name}"
+    metrics = learn.metrics
+    if any(obj is metric for metric in (metrics.values() if isinstance(metrics, Mapping) else metrics)):
+        return (
+            "learn.metrics are as the Learner got them, and the Recorder resets and computes them: their columns are "
+            "learn.recorder.metric_names, and learn.recorder.log has the values"
+        )
+    return ""
 
 
 def of_run(learn: "Learner", error: Exception, text: str) -> str:
@@ -46,10 +73,14 @@ def of_run(learn: "Learner", error: Exception, text: str) -> str:
             f"batch {learn.iter} of the {which} loader has one sample, which is too few for the statistics of "
             f"BatchNorm; {NOT_ALONE}"
         )
-    if isinstance(error, AttributeError) and isinstance(error.obj, Optimizer) and error.name in _FASTAIS:
+    if isinstance(error, AttributeError) and error.name and (advice := _of_attribute(learn, error.obj, error.name)):
+        return advice
+    if isinstance(error, TypeError) and text in [
+        f"{type(x).__name__!r} object is not callable" for x in (learn, *learn.cbs)
+    ]:
         return (
-            "learn.opt is a plain torch optimizer: `for group in self.opt.param_groups: group['lr'] = 0.1`; a schedule "
-            "of any hyper-parameter is ParamScheduler({'lr': SchedCos(0.1, 0)})"
+            "the loop fires the events by itself, and the name of one cannot be given to the Learner or to a callback: "
+            "leave the call out, or call the callback's method"
         )
     model = unwrap(learn.model)
     if isinstance(error, TypeError) and f"{type(model).__name__}.train()" in text:
