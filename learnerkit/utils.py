@@ -60,15 +60,26 @@ _R = TypeVar("_R")
 
 
 def suggests_keywords(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Return a function that, for an unknown keyword argument, raises an error with the nearest known one."""
+    """Return a function that, for an unknown keyword argument, raises an error with the nearest known one.
+
+    Of arguments that can only be given by name, an error for those that are given without it says so.
+    """
     parameters = signature(function).parameters
     takes = list(parameters)
+    by_name = [name for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY]
+    most = len(takes) - len(by_name)
+    bounded = bool(by_name) and not any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return function  # it checks the keywords that it passes on itself
 
     @wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         check_keywords(function.__qualname__, kwargs, takes)
+        if bounded and len(args) > most:
+            raise TypeError(
+                f"{function.__qualname__}() takes {most} positional argument{'s' * (most > 1)} but {len(args)} were "
+                f"given; these are given by name: {'=, '.join(by_name)}="
+            )
         return function(*args, **kwargs)
 
     return call

@@ -9,6 +9,7 @@ from helpers import (
     make_learner,
     make_model,
     mostly_slow,
+    raises,
     raising,
     same_weights,
     step_gradient,
@@ -382,6 +383,15 @@ def test_an_error_leaves_no_gradients_and_no_weights():
 
 
 # Arguments
+
+
+def test_arguments_of_fastai_are_refused_with_the_names_that_they_have_here():
+    with raises(TypeError, "takes 1 positional argument but 2 were given", "by name: n_batches=, n_samples="):
+        GradientAccumulation(32)
+    with raises(TypeError, "'n_acc'", "n_batches, n_samples"):
+        GradientAccumulation(n_acc=32)
+    with raises(TypeError, "takes 4 positional arguments but 5 were given", "by name: opt_func=, lr="):
+        Learner(make_dls(), make_model(), F.mse_loss, torch.optim.SGD)
 
 
 def test_one_of_both_sizes_is_given():
