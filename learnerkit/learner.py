@@ -717,7 +717,8 @@ class Learner(RunState):
             momenta = [momentum if optim.has_momentum(opt) else None for opt in self.opts]
             scheds["momentum"] = optim.named(self.opt, momenta)
         cbs = [ParamScheduler(scheds), *cbs]
-        more = {} if n_steps is None else {"n_steps": n_steps}  # a subclass may override fit without this argument
+        # A subclass may override fit without this argument.
+        more: dict[str, Any] = {} if n_steps is None else {"n_steps": n_steps}
         self.fit(n_epoch, optim.named(self.opt, peaks), wd, cbs, start_epoch=start_epoch, **more)
 
     @public

@@ -629,7 +629,8 @@ def listed(lr: Any) -> Any:
     Raises:
         TypeError: several rates that have names, as `lr_find` returns them.
     """
-    if len(names := getattr(lr, "_fields", ())) > 1:
+    names: Sequence[str] = getattr(lr, "_fields", ())
+    if len(names) > 1:
         raise TypeError(f"got {lr}, as lr_find returns its suggestions; take one of them, such as `.{names[0]}`")
     if isinstance(lr, Mapping):
         return {name: listed(each) for name, each in lr.items()}
