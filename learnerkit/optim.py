@@ -627,11 +627,10 @@ def listed(lr: Any) -> Any:
     A generator can be read only once.
 
     Raises:
-        TypeError: several rates that have names, as `lr_find` returns them.
+        TypeError: several suggestions of `lr_find`.
     """
-    names: Sequence[str] = getattr(lr, "_fields", ())
-    if len(names) > 1:
-        raise TypeError(f"got {lr}, as lr_find returns its suggestions; take one of them, such as `.{names[0]}`")
+    if type(lr).__name__ == "SuggestedLRs" and len(lr) > 1:
+        raise TypeError(f"got {lr}, as lr_find returns its suggestions; take one of them, such as `.{lr._fields[0]}`")
     if isinstance(lr, Mapping):
         return {name: listed(each) for name, each in lr.items()}
     return list(lr) if is_row(lr) else lr

@@ -182,7 +182,6 @@ def test_with_whole_batches_for_every_rank_an_epoch_has_half_the_steps():
     assert learn.recorder.iters == [4, 8, 11]
 
 
-@pytest.mark.slow
 class OwnLoss(Callback):
     """The loss is computed by the callback: the loop finds no targets until then."""
 
@@ -209,6 +208,7 @@ def test_a_loss_that_a_callback_sets_counts_its_samples():
     assert close(alone.recorder.values, plain.recorder.values)
 
 
+@pytest.mark.slow
 def test_validations_every_so_many_steps_equal_those_on_one_process():
     _, learn = equal_to_one_process(lambda learn: learn.fit(2, cbs=ValidateEvery(3)))
     assert learn.recorder.iters == [3, 6, 8, 9, 12, 15, 16]

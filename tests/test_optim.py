@@ -87,12 +87,12 @@ def test_rates_are_fastais(lr, count, expected):
 
 
 def test_all_suggestions_of_the_rate_finder_are_no_rates_of_groups():
-    found = namedtuple("Suggested", ["valley", "steep"])(0.1, 0.2)
+    found = namedtuple("SuggestedLRs", ["valley", "steep"])(0.1, 0.2)
     for groups in (None, halves):
         learn = make_learner(splitter=groups)
         with raises(TypeError, "lr_find returns", "`.valley`"):
             learn.fit_one_cycle(1, found)
-    learn.fit(1, found[:2])
+    learn.fit(1, namedtuple("Rates", ["body", "head"])(0.1, 0.2))
 
 
 @pytest.mark.parametrize(
