@@ -156,11 +156,6 @@ def check_callback(learn: "Learner", cb: Any) -> None:
     check_hooks(cb)
     if cb in learn.cbs:
         raise ValueError(f"{cb} was added to this learner already; make another one, or remove it with remove_cb")
-    if cb.name == "recorder" and any(other.name == "recorder" for other in learn.cbs):
-        raise ValueError(
-            "this learner has a Recorder already: set its options (learn.recorder.train_metrics = True), or give the "
-            "other one to Learner(cbs=...), where it is in place of the default"
-        )
     check_free(learn, cb)
     hook = getattr(type(cb), "before_fit", None)
     if learn.task == "fit" and cb.learn is None and hook and is_ours(hook):

@@ -115,16 +115,6 @@ def check_columns(add_time, train_metrics, valid_metrics, valid, logged):
         assert re.fullmatch(r"\d\d:\d\d\.\d", recorder.log[-1])
 
 
-def test_a_learner_has_one_recorder():
-    learn = make_learner()
-    with raises(ValueError, "has a Recorder already", "learn.recorder.train_metrics = True", "Learner(cbs=...)"):
-        learn.add_cb(Recorder(train_metrics=True))
-    with learn.removed_cbs(Recorder):
-        learn.add_cb(OwnRecorder())
-        learn.remove_cb(OwnRecorder)
-    learn.fit(1)
-
-
 def test_the_last_row_is_not_read_in_place_of_the_one_to_come():
     rows = []
     early = Callback(after_epoch=lambda cb: cb.recorder.log)
