@@ -507,6 +507,13 @@ class Recorder(Callback):
         return ["train_loss", *train, *(valid if self.learn.dls.valid is not None else [])]
 
     def before_epoch(self) -> None:
+        first = getattr(self.learn, "recorder", self)
+        if first.metric_names != self.metric_names:
+            raise ValueError(
+                f"got a second Recorder with other columns ({', '.join(self.metric_names)}) than the first: set the "
+                "options of that one, such as learn.recorder.train_metrics = True, or give the second to "
+                "Learner(cbs=...), where it takes the place of the first"
+            )
         if self._in_epoch:
             self.logged = {}  # the last epoch was cancelled before its row
         self._start_epoch()

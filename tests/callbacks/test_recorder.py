@@ -115,6 +115,17 @@ def check_columns(add_time, train_metrics, valid_metrics, valid, logged):
         assert re.fullmatch(r"\d\d:\d\d\.\d", recorder.log[-1])
 
 
+def test_a_second_recorder_with_other_columns_is_refused():
+    learn, other = make_learner(metrics=mae), Recorder(train_metrics=True)
+    with raises(ValueError, "a second Recorder with other columns", "learn.recorder.train_metrics = True"):
+        learn.fit(1, cbs=other)
+    learn.add_cb(other)
+    with raises(ValueError, "a second Recorder with other columns"):
+        learn.fit(1)
+    learn.remove_cb(other)
+    learn.fit(1)
+
+
 def test_the_last_row_is_not_read_in_place_of_the_one_to_come():
     rows = []
     early = Callback(after_epoch=lambda cb: cb.recorder.log)
