@@ -293,8 +293,9 @@ def test_a_model_without_trainable_parameters_is_refused():
         make_learner(model=model).fit(1)
     with pytest.raises(ValueError, match="no trainable parameters"):
         make_learner(model=nn.Flatten()).fit(1)
-    with pytest.raises(ValueError, match=r"\(0 parameters"):
-        make_learner(splitter=lambda model: [[]]).fit(1)
+    for none in ([[]], []):
+        with pytest.raises(ValueError, match=r"\(0 parameters"):
+            make_learner(splitter=lambda model, groups=none: groups).fit(1)
 
 
 def vector(pred, target):

@@ -203,6 +203,7 @@ def test_a_splitter_may_return_parameters_alone():
     learn.fit(1)
     changed = {name for name, p in learn.model.state_dict().items() if not torch.equal(p, before[name])}
     assert changed == {"3.weight", "3.bias"}
+    assert optim.n_groups(learn.opt) == 1
 
 
 def test_rates_act_on_their_groups():
@@ -369,6 +370,8 @@ def test_splitter_groups_that_are_parted_by_rate_count_by_themselves():
     assert group_values(learn) == [1e-3, 5e-4, 1e-3, 5e-4]
     learn.fit(1, [1, 2, 3, 4])
     assert group_values(learn) == [1, 2, 3, 4]
+    with pytest.raises(ValueError, match=r"2 learning rates for 4 parameter groups \(those that the optimizer was made"):
+        learn.fit(1, [1, 2])
 
 
 def test_a_timm_group_has_the_scale_of_its_rate():
