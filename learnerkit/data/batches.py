@@ -86,7 +86,7 @@ def with_rows(part: Any, size: int, is_output: bool = False, is_whole: bool = Tr
     """
     if isinstance(part, Mapping):
         return {key: with_rows(value, size, is_output, False) for key, value in part.items()}
-    if not isinstance(part, tuple | list) or isinstance(part, PackedSequence) or hasattr(part, "_fields"):
+    if not isinstance(part, tuple | list) or hasattr(part, "_fields"):  # a packed sequence is a named tuple
         return part
     if is_whole and len(part) == size and all(isinstance(entry, Mapping) for entry in part):
         return Rows(part)
@@ -122,7 +122,7 @@ def concat(batches: list) -> Any:
         return list(chain.from_iterable(batches))
     if isinstance(first, tuple | list):
         columns = [concat(list(column)) for column in zip(*batches, strict=True)]
-        return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
+        return with_entries(first, dict(enumerate(columns)))
     if is_nested(first):
         parts = [dict(entries(batch)) for batch in batches]
         return with_entries(first, {key: concat([part[key] for part in parts]) for key in parts[0]})
