@@ -67,7 +67,7 @@ rows = torch.ones(3, 2)
         (Parts(rows), {3}),
         (rows.numpy(), {3}),
         ((["a", "b"], torch.ones(2)), {2}),
-        ((pack_sequence([torch.ones(3), torch.ones(1)]), torch.ones(2)), {2}),
+        (pack_sequence([torch.ones(3), torch.ones(1)]), {2}),
         (([rows, rows], rows), {3}),  # two inputs
         (([rows[:2], rows[:1]], [{"boxes": rows}, {"boxes": rows}]), {2}),  # two samples
         (([rows, rows],), {2, 3}),  # either
