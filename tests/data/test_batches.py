@@ -65,6 +65,7 @@ rows = torch.ones(3, 2)
         (({"x": torch.ones(4)},), {4}),
         ((torch.tensor(1.0), rows), {3}),
         (Parts(rows), {3}),
+        ((Pair(rows, rows),), {3}),
         (rows.numpy(), {3}),
         ((["a", "b"], torch.ones(2)), {2}),
         (pack_sequence([torch.ones(3), torch.ones(1)]), {2}),
@@ -156,6 +157,8 @@ def test_batches_are_joined_by_their_parts():
     assert concat([torch.tensor(1), torch.tensor(2)]).tolist() == [1, 2]
     joined = concat([Boxes(torch.ones(n, 4), [n]) for n in (2, 1)])
     assert joined.boxes.shape == (3, 4)
+    pair = concat([Pair(torch.ones(n), torch.ones(n, 2)) for n in (2, 1)])
+    assert [tuple(t.shape) for t in (pair.a, pair.b)] == [(3,), (3, 2)]
     assert gather_batches([(1, "b"), (0, "a")], sharded=False) == ["b", "a"]
     assert map_batch(lambda t: t + 1, [torch.tensor(1)]) == [torch.tensor(2)]
 
@@ -176,3 +179,13 @@ def test_a_list_of_mappings_has_one_for_each_sample_whatever_their_lengths():
     assert isinstance(with_rows(detections, 2), Rows)
     assert not isinstance(with_rows({"of each layer": detections}, 2)["of each layer"], Rows)
     assert not isinstance(with_rows([torch.ones(2), torch.ones(2)], 2), Rows)  # two outputs
+    assert not isinstance(with_rows(detections, 3), Rows)
+    assert not isinstance(with_rows(["a"], 2), Rows)
+
+
+def test_some_outputs_in_a_tuple_may_be_of_the_whole_batch_and_samples_may_have_any_length():
+    parts = torch.ones(2), torch.ones(5)
+    assert not isinstance(with_rows(parts, 2, is_output=True), Rows)
+    assert not isinstance(with_rows((torch.tensor(1.0), parts[0]), 2, is_output=True), Rows)
+    for samples in (with_rows(parts, 2), with_rows([*parts], 2, is_output=True)):
+        assert isinstance(samples, Rows)
