@@ -370,7 +370,7 @@ def test_splitter_groups_that_are_parted_by_rate_count_by_themselves():
     assert group_values(learn) == [1e-3, 5e-4, 1e-3, 5e-4]
     learn.fit(1, [1, 2, 3, 4])
     assert group_values(learn) == [1, 2, 3, 4]
-    with pytest.raises(ValueError, match=r"2 learning rates for 4 parameter groups \(those that the optimizer was made"):
+    with pytest.raises(ValueError, match=r"2 learning rates for 4 parameter groups \(those that the optimizer was"):
         learn.fit(1, [1, 2])
 
 
