@@ -1599,8 +1599,7 @@ class Learner(RunState):
                 return target
             state = self._gathered(weights)
             if with_opt and self.opt is not None:
-                one = isinstance(self.opt, Optimizer)
-                opt = self._gathered(self.opt.state_dict() if one else {k: o.state_dict() for k, o in self.opt.items()})
+                opt = self._gathered(optim.state_dict_of(self.opt))
                 states = [cb.scaler.state_dict() for cb in self.cbs if isinstance(cb, MixedPrecision) and cb.scaler]
                 scaler = states[0] if states else self._scaler_state
                 state = {"model": state, "opt": opt} | ({"scaler": scaler} if scaler else {})

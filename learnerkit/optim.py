@@ -125,6 +125,27 @@ def unsaved_inside(opts: Iterable[Optimizer]) -> list[str]:
     return found
 
 
+def state_dict_of(opt: Any) -> dict[str, Any]:
+    """Return an optimizer's `state_dict`, or those of several in a dict by name.
+
+    Raises:
+        ValueError: one keeps a state for parameters that are in none of its groups, which torch cannot number.
+    """
+    if isinstance(opt, dict):
+        return {name: state_dict_of(each) for name, each in opt.items()}
+    try:
+        return opt.state_dict()
+    except KeyError as e:
+        grouped = {p for group in getattr(opt, "param_groups", ()) for p in group["params"]}
+        if not (left := [p for p in getattr(opt, "state", ()) if p not in grouped]):
+            raise
+        raise ValueError(
+            f"{type(opt).__name__} keeps a state for {len(left)} parameter(s) that are no longer in any of its groups, "
+            "and cannot be saved: to freeze parameters during a fit leave them in their group, and set "
+            "p.requires_grad_(False), so that they are not trained"
+        ) from e
+
+
 def check_states(opts: Iterable[Optimizer]) -> None:
     """Refuse optimizers with a state of another form than torch's, from which `load_state` could not go on."""
     for opt in opts:

@@ -86,7 +86,7 @@ def state_dict(learn: "Learner", first: Mapping[str, Mapping[str, Any]] | None =
     }
     return {
         "model": model.state_dict(),
-        "opt": {name: o.state_dict() for name, o in opt.items()} if isinstance(opt, dict) else opt and opt.state_dict(),
+        "opt": opt and optim.state_dict_of(opt),
         "scaler": learn._scaler_state,
         "beside": values_beside(learn),
         "eval": in_eval(model),
@@ -401,7 +401,7 @@ def _of_optimizers(learn: "Learner", model: nn.Module) -> tuple[dict, dict, dict
     opts = [f"optimizer {key!r}" for key in learn.opt] if isinstance(learn.opt, dict) else ["optimizer"]
     for whose, opt in zip(opts, learn.opts, strict=False):  # there may be no optimizer
         of = f" of {whose}" if len(opts) > 1 else ""
-        saved, owners = dict(opt.state_dict()), dict[Any, str]()
+        saved, owners = dict(optim.state_dict_of(opt)), dict[Any, str]()
         for i, (group, own) in enumerate(zip(saved.pop("param_groups"), opt.param_groups, strict=True)):
             named = {"learning rate" if k == "lr" else k: v for k, v in group.items() if k not in _NO_OPTIONS}
             options |= {f"{name} of group {i}{of}": leaf for name, leaf in _leaves(named)}
@@ -701,7 +701,7 @@ class Resumption:
 
     def _marks(self, learn: "Learner") -> Any:
         """Return values that differ after a change of the model, of an optimizer, or of the loss."""
-        states = [unwrap(learn.model).state_dict(), *(opt.state_dict() for opt in learn.opts), values_beside(learn)]
+        states = [unwrap(learn.model).state_dict(), *map(optim.state_dict_of, learn.opts), values_beside(learn)]
         groups = [{k: v for k, v in group.items() if k != "params"} for opt in learn.opts for group in opt.param_groups]
         return [version_of(t) for t in tensors_in(states)], groups
 

@@ -1433,6 +1433,19 @@ def test_a_dict_of_optimizers_may_be_assigned(tmp_path):
     assert same_weights(made.model, assigned.model)
 
 
+def test_a_state_of_parameters_that_a_callback_took_out_of_their_group_is_refused_in_words(tmp_path):
+    def freeze(cb):
+        first = set(cb.model[0].parameters())
+        for group in cb.opt.param_groups:
+            group["params"] = [p for p in group["params"] if p not in first]
+
+    learn = make_learner(opt_func=partial(SGD, momentum=0.9))
+    with raises(ValueError, "SGD keeps a state for 2 parameter(s) that are no longer in any of its groups"):
+        learn.fit(2, cbs=[Callback(after_epoch=freeze), CheckpointCallback(tmp_path / "run")])
+    with raises(ValueError, "leave them in their group, and set p.requires_grad_(False)"):
+        learn.save(tmp_path / "with_its_optimizer.pth")
+
+
 def test_parameters_beside_the_model_are_found():
     net, loss, other = nn.Linear(2, 1), nn.Bilinear(1, 1, 1), nn.Parameter(torch.zeros(2))
     loss.bias.requires_grad_(False)

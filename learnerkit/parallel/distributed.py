@@ -238,7 +238,7 @@ class DistributedCallback(Callback):
         """Take over rank 0's optimizer state and sample order."""
         learn = self.learn
         opts = learn.opts if learn.shards is None else []  # Each rank has its own state of shards.
-        states = [opt.state_dict() for opt in opts]
+        states = [optim.state_dict_of(opt) for opt in opts]
         if not distributed.same_everywhere((map_batch(describe, states), digests(tensors_in(states)))):
             for opt, state in zip(opts, distributed.broadcast(on_host(states)), strict=True):
                 optim.load_state(opt, state)
