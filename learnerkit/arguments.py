@@ -279,9 +279,14 @@ def check_not_empty(dl: Iterable, name: str) -> None:
 
 
 @contextmanager
-def pass_checked(learn: "Learner") -> Iterator[None]:
-    """Check the loader, and the loss's parameters, before and after a loader is read in this context."""
-    with _last_batch_checked(learn), _untrained_loss_told(learn):
+def pass_checked(learn: "Learner", made: tuple[Any, list[nn.Parameter]]) -> Iterator[None]:
+    """Check the loader, and parameters that no optimizer has, before and after a loader is read in this context.
+
+    Args:
+        learn: the learner.
+        made: the optimizer that it has made, and the model's parameters that this one left out when it was made.
+    """
+    with _last_batch_checked(learn), _untrained_loss_told(learn), _new_parameters_told(learn, *made):
         yield
     if learn.iter < 0 and learn.n_ranks == 1:
         name = "training" if learn.training else "validation"
@@ -323,6 +328,22 @@ def _untrained_loss_told(learn: "Learner") -> Iterator[None]:
         learn.say(
             f"{loss_name(loss)} has parameters that no optimizer trains ({first_few(names)}), so they keep their "
             "values: let splitter= return them with the model's, or freeze them by requires_grad_(False)"
+        )
+
+
+@contextmanager
+def _new_parameters_told(learn: "Learner", opt: Any, left_out: list[nn.Parameter]) -> Iterator[None]:
+    """Warn after training of parameters that a callback has put into the model, and that no step has changed."""
+    new = dict[str, tuple[nn.Parameter, int]]()
+    if learn.training and learn.task == "fit" and learn.opt is opt and opt is not None and learn.shards is None:
+        others = not_among([*parameters_of(learn.opts), *left_out], learn.model)
+        new = {name: (p, version_of(p)) for name, p in others.items() if p.requires_grad}
+    yield
+    if names := [name for name, (p, version) in new.items() if p.grad is not None and version_of(p) == version]:
+        distributed.warn_once(
+            f"a callback has put parameters into the model that no optimizer trains ({first_few(names)}), as it was "
+            "made before: change the model before fit or in after_create, or give the optimizer the new parameters, "
+            "self.opt.add_param_group({'params': parameters})"
         )
 
 

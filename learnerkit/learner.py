@@ -391,7 +391,7 @@ class Learner(RunState):
         self.n_iter, self.iter = loader_len(self.dl), self.first_iter - 1
         agreement = self._agreement
         arguments_taken = own_loss_arguments(self.loss_func, self.model)
-        with arguments.pass_checked(self), optim.no_gradients_left(self), reading(self):
+        with arguments.pass_checked(self, self._left_out), optim.no_gradients_left(self), reading(self):
             self._unpack = Unpacker(self.dls, self.dl, self._device, arguments_taken, agreement is not None)
             for self.iter, self.batch in enumerate(self._unpack.dl, self.first_iter):
                 self._batch_index = self.iter

@@ -1,6 +1,7 @@
 """Checks at the rim, one by one; `test_learner.py` has them as a user meets them."""
 
 import re
+import warnings
 from inspect import getdoc, signature
 from types import FunctionType, SimpleNamespace
 
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from learnerkit import Callback, DataLoaders, Learner, arguments, load_learner
+from learnerkit.distributed import facts
 from learnerkit.explain import explain
 
 
@@ -267,3 +269,22 @@ def test_parameters_of_a_loss_that_are_trained_or_frozen_are_not_told():
         learn.say = told.append
         learn.fit(1)
     assert told == []
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_parameters_that_a_callback_puts_into_the_model_and_nothing_trains_are_told(trained, monkeypatch):
+    monkeypatch.setattr(facts, "_warned", set())
+
+    class Widen(Callback):
+        def before_epoch(self):
+            if self.epoch == 1:
+                self.model.append(nn.Linear(1, 1))
+                if trained:
+                    self.opt.add_param_group({"params": self.model[-1].parameters()})
+
+    learn = make_learner(cbs=Widen)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        learn.fit(3)
+    text = "a callback has put parameters into the model that no optimizer trains (4.weight, 4.bias)"
+    assert [text in str(w.message) for w in said] == [True] * (not trained)
