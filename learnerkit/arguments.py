@@ -313,18 +313,24 @@ def _last_batch_checked(learn: "Learner") -> Iterator[None]:
         yield
 
 
+def _untrained(named: dict[str, nn.Parameter]) -> Callable[[], list[str]]:
+    """Return a function that names those that have got gradients since now, and that no step has changed."""
+    before = {name: version_of(p) for name, p in named.items() if p.requires_grad}
+    return lambda: [name for name, v in before.items() if named[name].grad is not None and version_of(named[name]) == v]
+
+
 @contextmanager
 def _untrained_loss_told(learn: "Learner") -> Iterator[None]:
     """Tell after the first epoch of a fit of the loss's parameters that got gradients, and that no step has changed.
 
     That no optimizer of the learner has them is not enough: a callback may train them by another one.
     """
-    loss, untrained = owner_of(learn.loss_func), dict[str, tuple[nn.Parameter, int]]()
+    loss, others = owner_of(learn.loss_func), dict[str, nn.Parameter]()
     if isinstance(loss, nn.Module) and learn.training and learn.task == "fit" and learn.epoch == learn.start_epoch:
         others = not_among([*learn.model.parameters(), *parameters_of(learn.opts)], loss)
-        untrained = {name: (p, version_of(p)) for name, p in others.items() if p.requires_grad}
+    untrained = _untrained(others)
     yield
-    if names := [name for name, (p, version) in untrained.items() if p.grad is not None and version_of(p) == version]:
+    if names := untrained():
         learn.say(
             f"{loss_name(loss)} has parameters that no optimizer trains ({first_few(names)}), so they keep their "
             "values: let splitter= return them with the model's, or freeze them by requires_grad_(False)"
@@ -334,12 +340,12 @@ def _untrained_loss_told(learn: "Learner") -> Iterator[None]:
 @contextmanager
 def _new_parameters_told(learn: "Learner", opt: Any, left_out: list[nn.Parameter]) -> Iterator[None]:
     """Warn after training of parameters that a callback has put into the model, and that no step has changed."""
-    new = dict[str, tuple[nn.Parameter, int]]()
+    others = dict[str, nn.Parameter]()
     if learn.training and learn.task == "fit" and learn.opt is opt and opt is not None and learn.shards is None:
         others = not_among([*parameters_of(learn.opts), *left_out], learn.model)
-        new = {name: (p, version_of(p)) for name, p in others.items() if p.requires_grad}
+    untrained = _untrained(others)
     yield
-    if names := [name for name, (p, version) in new.items() if p.grad is not None and version_of(p) == version]:
+    if names := untrained():
         distributed.warn_once(
             f"a callback has put parameters into the model that no optimizer trains ({first_few(names)}), as it was "
             "made before: change the model before fit or in after_create, or give the optimizer the new parameters, "
