@@ -274,6 +274,7 @@ def test_r2_on_ranks_is_exact_far_from_zero():
     assert found[0] == pytest.approx(found[1], rel=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2)
 @pytest.mark.filterwarnings("ignore")
 def test_on_ranks_values_are_those_of_one_process():

@@ -44,7 +44,8 @@ OPTIONS = {
 OPTS = {"adamw": torch.optim.AdamW, "momentum": partial(torch.optim.SGD, momentum=0.9)}
 
 QUICK = (41, 46, 61)  # pictures, texts and a table, which stop in mid-epoch after a checkpoint
-MARKS = {i: [] if i in QUICK else pytest.mark.soak for i in range(120)}
+SLOW = dict.fromkeys(QUICK[1:], pytest.mark.slow)
+MARKS = {i: [] if i == QUICK[0] else SLOW.get(i, pytest.mark.soak) for i in range(120)}
 seeds = pytest.mark.parametrize("seed", [pytest.param(i, marks=marks) for i, marks in MARKS.items()])
 
 

@@ -199,6 +199,7 @@ def test_one_ranks_nan_ends_all(found):
     assert "epoch 1: the training loss of step 2 on rank 1 is nan: stopping" in printed.splitlines()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("said", "job"),
     [("no better valid_loss", "stop"), ("loaded the best model", "save"), ("loaded the best model", "elsewhere")],

@@ -226,6 +226,7 @@ class Numbered(Stream):
         self.n = 20 + distributed.rank()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*batches of this epoch are read again")
 def test_a_part_without_a_state_is_read_again_with_the_random_numbers_of_its_epoch():
     made = lambda: DataLoaders(DataLoader(Shuffled(), 4), device="cpu")  # noqa: E731

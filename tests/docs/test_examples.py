@@ -285,6 +285,7 @@ def test_custom_callback_logs_and_stops(monkeypatch, capsys):
     assert losses[:-1] == sorted(losses[:-1], reverse=True)
 
 
+@pytest.mark.slow
 def test_train_tabular_learns(monkeypatch, capsys):
     pytest.importorskip("pandas")
     monkeypatch.setattr(sys, "argv", ["train_tabular.py"])

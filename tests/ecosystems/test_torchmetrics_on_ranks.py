@@ -54,6 +54,7 @@ def fit(name):
 found = results_of(fit)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", "named", "used"])
 def test_a_collection_has_a_column_for_each_of_its_metrics(found, name):
     run, start = found[1, name][0], "last_" if name == "named" else ""

@@ -677,6 +677,7 @@ def test_a_cause_that_does_not_end_is_stopped(launched, tmp_path):
     assert CAUSE_SECONDS < time.monotonic() - began < CAUSE_SECONDS + 5
 
 
+@pytest.mark.slow
 def test_what_a_rank_leaves_running_is_killed(launched):
     code, out, err = launched("--nproc", 2, SCRIPTS / "launch_end.py", "straggler").finish()
     assert code == 0  # the forked child's error is its own, and `run` sees that nothing is left
@@ -876,6 +877,7 @@ def test_a_rank_that_asks_the_terminal_fails_and_is_not_halted(script_env, tmp_p
         os.close(terminal)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_a_pipe_that_does_not_block_gets_every_line(launched, tmp_path, unbuffered):
     (tmp_path / "talk.py").write_text(TALK)

@@ -151,6 +151,7 @@ def test_a_job_of_sagemaker_is_submitted_with_what_was_asked_for(tmp_path):
     assert spot["stopping_condition"]["max_wait_time_in_seconds"] > 86400
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["kubeflow", "skypilot", "sagemaker"])
 def test_a_command_of_setup_that_fails_ends_the_job(kind):
     def script(**options):

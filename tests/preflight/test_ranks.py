@@ -192,6 +192,7 @@ def test_more_ranks_than_samples_in_a_batch_can_be_checked(capsys):
     assert "(7 samples)" in report["samples"][1]
 
 
+@pytest.mark.slow
 def test_one_step_of_one_sample_can_be_checked(capsys):
     found, report, out = verdict(capsys, make(dls=make_dls(2, 1)), steps=1)
     assert found is True
@@ -309,6 +310,7 @@ def test_a_models_own_loss_over_tokens_is_counted_and_arguments_of_ddp_are_passe
         check_distributed(make(), wrapp="used")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:comm_hook='bf16' rounds the gradients")
 def test_gradients_that_a_hook_rounds_are_told(capsys):
     found, report, _ = verdict(capsys, make(), comm_hook="bf16")
@@ -474,6 +476,7 @@ def test_an_error_on_a_rank_is_shown(capsys):
     assert "not seen" not in out
 
 
+@pytest.mark.slow
 def test_an_error_of_the_learner_itself_is_the_single_process(capsys):
     def loss_func(pred, target):
         raise LookupError("no such loss")

@@ -208,6 +208,7 @@ def test_where_the_first_failure_is_told_of_and_what_it_said_last(search):
     assert printed.count(" ends with: ") == printed.count(said) == 1, printed
 
 
+@pytest.mark.slow
 def test_where_options_stand_is_said_if_the_script_has_got_one(search):
     write_config(maxCombo=1)
     Path("own.py").write_text("print('loss: 1')")
