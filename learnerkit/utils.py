@@ -109,8 +109,8 @@ def add_note_once(error: BaseException, note: str) -> None:
 
 def warn(message: str) -> None:
     """Warn, with the line outside this package that led here; control characters are escaped."""
-    level = 1
-    while (frame := caller(level)).f_back is not None and frame.f_globals.get("__name__", "").startswith("learnerkit."):
+    level, ours = 1, ("learnerkit.", "contextlib")  # a context manager of ours is left by the latter
+    while (frame := caller(level)).f_back is not None and frame.f_globals.get("__name__", "").startswith(ours):
         level += 1
     warnings.warn(escaped(message), stacklevel=level + 1)
 

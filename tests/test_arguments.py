@@ -287,4 +287,4 @@ def test_parameters_that_a_callback_puts_into_the_model_and_nothing_trains_are_t
         warnings.simplefilter("always")
         learn.fit(3)
     text = "a callback has put parameters into the model that no optimizer trains (4.weight, 4.bias)"
-    assert [text in str(w.message) for w in said] == [True] * (not trained)
+    assert [(text in str(w.message), w.filename) for w in said] == [(True, __file__)] * (not trained)
