@@ -412,7 +412,13 @@ class Recorder(Callback):
             RuntimeError: it is read in `after_epoch` before the row of the epoch is there.
         """
         learn = self.learn
-        if self._in_epoch and learn.task == "fit" and learn._dispatch.at_epoch and len(self.lrs) > self._first_batch:
+        if (
+            self._in_epoch
+            and learn  # the recorder of a fit that was stopped may have been removed
+            and learn.task == "fit"
+            and learn._dispatch.at_epoch
+            and len(self.lrs) > self._first_batch
+        ):
             raise RuntimeError(
                 f"recorder.log was read before it has the row of epoch {learn.epoch}, which is made in after_epoch at "
                 f"order {self.order}: give the callback a higher order (`order = {self.order + 1}` in its class)"
@@ -479,8 +485,8 @@ class Recorder(Callback):
 
     def before_fit(self) -> None:
         if self.values or self.lrs:
-            kept = ("metric_names", "values", "losses", "step_losses", "lrs", "iters", "hps", "final_record")
-            self.history.append(PastFit(**{name: getattr(self, name) for name in kept}, log=self._log))
+            kept = ("metric_names", "values", "losses", "step_losses", "lrs", "iters", "hps", "final_record", "log")
+            self.history.append(PastFit(**{name: getattr(self, name) for name in kept}))
         if self._in_epoch:
             self.logged = {}  # values of an epoch that was cut short; callbacks may have logged for this fit already
         self._written = None

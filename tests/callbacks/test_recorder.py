@@ -144,6 +144,11 @@ def test_the_last_row_is_not_read_in_place_of_the_one_to_come():
     stop = raising("before_batch", CancelFitException, lambda cb: cb.training and cb.train_iter == 3)
     learn.fit(2, cbs=[stop, Callback(after_fit=note)])
     assert rows[-1][0] == 0  # that epoch has no row
+    with pytest.raises(KeyboardInterrupt):
+        learn.fit(2, cbs=raising("before_batch", KeyboardInterrupt, lambda cb: cb.training and cb.train_iter == 3))
+    recorder = learn.recorder
+    learn.remove_cb(recorder)
+    assert recorder.log[0] == 0
 
 
 def test_metrics_are_named_by_keys_names_and_functions():
