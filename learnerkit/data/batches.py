@@ -10,6 +10,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from learnerkit import distributed
 from learnerkit.marks import collective
+from learnerkit.text import first_few
 from learnerkit.utils import library_of
 from learnerkit.values import entries, is_nested, map_batch, tensors_in, with_entries
 
@@ -101,6 +102,7 @@ def concat(batches: list) -> Any:
     """Join batches of one structure along their first dimension.
 
     If the other dimensions of a tensor differ between batches, the result is a list with a tensor for each sample.
+    Entries of mappings that some batches lack are left out, with a warning.
 
     Raises:
         ValueError: packed sequences, or tensors of which some have no axis of samples.
@@ -125,7 +127,10 @@ def concat(batches: list) -> Any:
         return with_entries(first, dict(enumerate(columns)))
     if is_nested(first):
         parts = [dict(entries(batch)) for batch in batches]
-        return with_entries(first, {key: concat([part[key] for part in parts]) for key in parts[0]})
+        kept = [key for key in parts[0] if all(key in part for part in parts)]
+        if rest := [key for key in dict.fromkeys(chain.from_iterable(parts)) if key not in kept]:
+            distributed.warn_once(f"some batches have no entry {first_few(rest)}: it is left out where they are joined")
+        return with_entries(first, {key: concat([part[key] for part in parts]) for key in kept})
     return list(batches)
 
 

@@ -147,6 +147,13 @@ def test_a_batch_that_has_lost_the_axis_of_its_one_sample_is_refused_in_words(la
         concat([torch.ones(3, *last.shape), last])
 
 
+def test_entries_that_some_batches_lack_are_left_out_of_the_joined_batch_with_a_warning():
+    with pytest.warns(UserWarning, match="some batches have no entry a, b: it is left out where they are joined"):
+        joined = concat([{"a": torch.ones(1), "x": torch.ones(1)}, {"x": torch.zeros(1), "b": torch.ones(1)}])
+    assert joined.keys() == {"x"}
+    assert joined["x"].tolist() == [1, 0]
+
+
 def test_batches_are_joined_by_their_parts():
     batches = [{"p": torch.full((n, 2), n), "q": (torch.ones(n),)} for n in (2, 3)]
     whole = concat(batches)
