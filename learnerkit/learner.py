@@ -1940,5 +1940,5 @@ def from_hub(
 
 
 def _named(batch: Any, xb: tuple[Any, ...]) -> Mapping[str, Any] | None:
-    """Return the named inputs of a mapping batch; `None` if a split of one's own has taken a tensor out of it."""
-    return xb[0] if isinstance(batch, Mapping) and isinstance(xb[0], Mapping) else None
+    """Return the named inputs of a mapping batch; `None` if a split of one's own has taken other inputs out of it."""
+    return xb[0] if isinstance(batch, Mapping) and isinstance(xb[0], Mapping) and len(xb) == 1 else None

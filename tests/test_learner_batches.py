@@ -305,6 +305,26 @@ class ByPosition(DataLoaders):
         return (batch["past"],), (batch["future"],)
 
 
+class WithMask(DataLoaders):
+    "Gives the model a mapping, and a tensor beside it."
+
+    def split(self, batch, arguments=None):
+        return ({"x": batch["x"]}, batch["mask"]), (batch["y"],)
+
+
+class Masked(nn.Linear):
+    def forward(self, inputs, mask):
+        return super().forward(inputs["x"] * mask)
+
+
+def test_a_split_of_a_mapping_into_several_inputs_gives_the_model_all_of_them():
+    x, y = torch.randn(8, 4), torch.randn(8, 1)
+    learn = Learner(WithMask([{"x": x, "mask": x > 0, "y": y}]), Masked(4, 1), nn.MSELoss())
+    by_hand = nn.MSELoss()(learn.model({"x": x}, x > 0), y).item()
+    learn.fit(1)
+    assert learn.recorder.values[0][0] == pytest.approx(by_hand)
+
+
 def test_a_split_may_take_the_input_out_of_a_mapping():
     batches = [(torch.randn(8, 4), torch.randn(8, 1)) for _ in range(3)]
     learners = [

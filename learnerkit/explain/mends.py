@@ -139,7 +139,7 @@ def of_call(learn: "Learner", text: str) -> str:
         return ""
     parameters = signature(model.forward).parameters
     takes = f"forward takes {first_few(parameters)}"
-    if not (isinstance(learn.batch, Mapping) and isinstance(learn.xb[0], Mapping)):
+    if not (isinstance(learn.batch, Mapping) and isinstance(learn.xb[0], Mapping) and len(learn.xb) == 1):
         which = "all but the last, or as many as DataLoaders(n_inp=...) says"
         if getattr(learn.dl, "only_inputs", False):
             which = "all, as test_dl and predict take inputs without targets; data that have them go into a DataLoader"
