@@ -41,7 +41,7 @@ from learnerkit.callbacks.training import StepBudget, TrainEvalCallback
 from learnerkit.checkpoints.callback import CheckpointCallback
 from learnerkit.checkpoints.storage import read_checkpoint
 from learnerkit.data.batches import loader_len
-from learnerkit.data.loaders import DataLoaders, Unpacker, check_loader
+from learnerkit.data.loaders import DataLoaders, Unpacker, check_loader, named_inputs
 from learnerkit.data.order import keep_seeds
 from learnerkit.data.show import DRAWN
 from learnerkit.data.stream import reading
@@ -454,7 +454,7 @@ class Learner(RunState):
 
     def _forward(self) -> None:
         """Set `output` and `pred` from the model."""
-        named = None if type(self.batch) in (tuple, list) else _named(self.batch, self.xb)
+        named = None if type(self.batch) in (tuple, list) else named_inputs(self.batch, self.xb)
         self.output = out = self.model(*(self.xb if named is None else ()), **count_passed(self), **(named or {}))
         self.pred = out if isinstance(out, Tensor) and out.ndim else pred_of(out, makes_loss(self))
 
@@ -1937,8 +1937,3 @@ def from_hub(
     from learnerkit.export.hub import download
 
     return load_learner(download(repo_id, fname, revision, token), model, **kwargs)
-
-
-def _named(batch: Any, xb: tuple[Any, ...]) -> Mapping[str, Any] | None:
-    """Return the named inputs of a mapping batch; `None` if a split of one's own has taken other inputs out of it."""
-    return xb[0] if isinstance(batch, Mapping) and isinstance(xb[0], Mapping) and len(xb) == 1 else None

@@ -504,6 +504,11 @@ class DataLoaders:
         return len(names) == end - cut and set(names) <= {*self.target_keys, "targets"}
 
 
+def named_inputs(batch: Any, xb: tuple[Any, ...]) -> Mapping[str, Any] | None:
+    """Return the named inputs of a mapping batch; `None` if a split of one's own has taken other inputs out of it."""
+    return xb[0] if isinstance(batch, Mapping) and isinstance(xb[0], Mapping) and len(xb) == 1 else None
+
+
 def unknown_keys(dls: DataLoaders, batch: Any) -> str:
     """Return a text that names the `target_keys` and `ignore_keys` that a mapping batch lacks; '' if it lacks none."""
     given = {"target_keys": dls.target_keys, "ignore_keys": dls.ignore_keys} if isinstance(batch, Mapping) else {}

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from learnerkit import distributed
-from learnerkit.data.loaders import DataLoaders, unknown_keys
+from learnerkit.data.loaders import DataLoaders, named_inputs, unknown_keys
 from learnerkit.data.order import keep_seeds
 from learnerkit.state import Learner
 from learnerkit.text import first_few
@@ -139,12 +139,12 @@ def of_call(learn: "Learner", text: str) -> str:
         return ""
     parameters = signature(model.forward).parameters
     takes = f"forward takes {first_few(parameters)}"
-    if not (isinstance(learn.batch, Mapping) and isinstance(learn.xb[0], Mapping) and len(learn.xb) == 1):
+    given = named_inputs(learn.batch, learn.xb)
+    if given is None:
         which = "all but the last, or as many as DataLoaders(n_inp=...) says"
         if getattr(learn.dl, "only_inputs", False):
             which = "all, as test_dl and predict take inputs without targets; data that have them go into a DataLoader"
         return f"{takes}, and gets {len(learn.xb)} of the batch's entries: {which}"
-    given = learn.xb[0]
     extra = tuple(name for name in given if name not in parameters)
     needed = [name for name, p in parameters.items() if p.default is p.empty and p.kind not in _REST]
     if not extra:
