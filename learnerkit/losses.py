@@ -126,7 +126,10 @@ def decoding(loss_func: Any) -> str | None:
 
 def own_decode(loss_func: Any) -> Any:
     """Return a loss's own `decode`, or `decodes` as in fastai; `None` if it has neither."""
-    return loss_option(loss_func, "decode", loss_option(loss_func, "decodes"))
+    decodes, activation = loss_option(loss_func, "decodes"), loss_option(loss_func, "activation")
+    if callable(decodes) and callable(activation):  # fastai decodes what the activation returned
+        return loss_option(loss_func, "decode", lambda pred: decodes(activation(pred)))
+    return loss_option(loss_func, "decode", decodes)
 
 
 def decode_of(loss_func: Any) -> Callable[[Any], Any] | None:

@@ -290,6 +290,25 @@ def test_a_loss_says_how_its_predictions_are_decoded(name):
     assert torch.equal(decoded, preds > 0)
 
 
+class Likely(nn.BCEWithLogitsLoss):
+    """A loss in the form of fastai's, which decodes what its activation returned."""
+
+    def activation(self, pred):
+        return pred.sigmoid()
+
+    def decodes(self, pred):
+        return pred > 0.4
+
+
+def test_decodes_of_fastai_gets_what_the_activation_of_the_loss_returned():
+    learn = make_learner(loss_func=Likely())
+    preds, _, decoded = learn.get_preds(with_decoded=True)
+    assert torch.equal(decoded, preds.sigmoid() > 0.4)
+    assert decoded.any()
+    assert (preds < 0.4).all()  # raw outputs are on another scale
+    assert torch.equal(learn.get_preds(probs=True, with_decoded=True)[2], decoded)
+
+
 class MonteCarlo(Callback):
     """Dropout in prediction, as callbacks for fastai have it."""
 
