@@ -145,6 +145,25 @@ def hides_classes(loss_func: Any) -> bool:
     return is_cross_entropy(loss_func) and not has_classes_in_dim_1(loss_func) and not own_decode(loss_func)
 
 
+class LossFacts:
+    """The facts about a loss by which metrics decode predictions and count targets, found once for many batches.
+
+    Args:
+        loss_func: the loss.
+
+    Attributes:
+        decode, own, known: as `decode_of`, `own_decode` and `decoding` return them.
+        of_classes, in_dim_1, hides: as `is_cross_entropy`, `has_classes_in_dim_1` and `hides_classes` return them.
+        ignored: the target that the loss ignores; `None` if there is none.
+    """
+
+    def __init__(self, loss_func: Any) -> None:
+        self.decode, self.own, self.known = decode_of(loss_func), own_decode(loss_func), decoding(loss_func)
+        self.of_classes, self.in_dim_1 = is_cross_entropy(loss_func), has_classes_in_dim_1(loss_func)
+        self.hides = hides_classes(loss_func)
+        self.ignored = loss_option(loss_func, "ignore_index")
+
+
 def name_for(loss_func: Any, name: str | None, functions: Mapping[str, Callable]) -> str | None:
     """Return the name of the function that refuses what hides the classes, if there is one for this name and loss."""
     of_rows = f"{name} of rows"

@@ -8,17 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from learnerkit.data.batches import in_float32
-from learnerkit.losses import (
-    class_axes,
-    class_numbers,
-    decode_of,
-    decoding,
-    has_classes_in_dim_1,
-    hides_classes,
-    is_cross_entropy,
-    loss_option,
-    own_decode,
-)
+from learnerkit.losses import LossFacts, class_axes, class_numbers
 from learnerkit.values import describe
 
 
@@ -39,7 +29,7 @@ def accuracy(pred: Tensor, target: Tensor, axis: int | None = None, loss_func: A
         ValueError: predictions that have no classes, such as those of a regression, or one score for each sample and no
             loss that says how it is decoded; or both dimension 1 and the last may be the classes.
     """
-    return _accuracy(pred, target, axis, loss_func)[0]
+    return _accuracy(pred, target, axis, facts=LossFacts(loss_func))[0]
 
 
 def accuracy_multi(pred: Tensor, target: Tensor, thresh: float = 0.5, sigmoid: bool = True) -> Tensor:
@@ -57,7 +47,7 @@ def accuracy_multi(pred: Tensor, target: Tensor, thresh: float = 0.5, sigmoid: b
 
 def error_rate(pred: Tensor, target: Tensor, axis: int | None = None, loss_func: Any = None) -> Tensor:
     """Compute 1 - `accuracy`."""
-    return _error_rate(pred, target, axis, loss_func)[0]
+    return _error_rate(pred, target, axis, facts=LossFacts(loss_func))[0]
 
 
 def top_k_accuracy(pred: Tensor, target: Tensor, k: int = 5, axis: int | None = None, loss_func: Any = None) -> Tensor:
@@ -70,19 +60,19 @@ def top_k_accuracy(pred: Tensor, target: Tensor, k: int = 5, axis: int | None = 
     Raises:
         ValueError: as in `accuracy`.
     """
-    return _top_k(pred, target, k, axis, loss_func)[0]
+    return _top_k(pred, target, k, axis, facts=LossFacts(loss_func))[0]
 
 
-def _accuracy(pred: Any, target: Any, axis: int | None = None, loss_func: Any = None) -> tuple[Tensor, Tensor]:
-    decoded, classes = decoded_pair(pred, target, axis, loss_func, "accuracy")
-    return _share(decoded.flatten() == classes.flatten(), classes, loss_func)
+def _accuracy(pred: Any, target: Any, axis: int | None = None, *, facts: LossFacts) -> tuple[Tensor, Tensor]:
+    decoded, classes = decoded_pair(pred, target, axis, facts, "accuracy")
+    return _share(decoded.flatten() == classes.flatten(), classes, facts)
 
 
-def decoded_pair(pred: Any, target: Tensor, axis: int | None, loss_func: Any, metric: str) -> tuple[Tensor, Tensor]:
+def decoded_pair(pred: Any, target: Tensor, axis: int | None, facts: LossFacts, metric: str) -> tuple[Tensor, Tensor]:
     "Return predictions and targets as class numbers, or both as booleans."
-    decoded = _decoded(pred, target, loss_func) if axis is None else None
+    decoded = _decoded(pred, target, facts) if axis is None else None
     if decoded is None:
-        dim = _class_dim(pred, target, axis, loss_func, metric)
+        dim = _class_dim(pred, target, axis, facts, metric)
         return pred.argmax(dim), target
     # The targets of a binary cross-entropy are floats.
     return decoded, target > 0.5 if decoded.dtype == torch.bool else target
@@ -93,10 +83,10 @@ def _error_rate(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     return 1 - share, count
 
 
-def _top_k(pred: Any, target: Any, k: int = 5, axis: int | None = None, loss_func: Any = None) -> tuple[Tensor, Tensor]:
-    dim = _class_dim(pred, target, axis, loss_func, "top_k_accuracy")
+def _top_k(pred: Any, target: Any, k: int = 5, axis: int | None = None, *, facts: LossFacts) -> tuple[Tensor, Tensor]:
+    dim = _class_dim(pred, target, axis, facts, "top_k_accuracy")
     best = pred.topk(min(k, pred.shape[dim]), dim=dim).indices.movedim(dim, -1)
-    return _share((best == target.reshape(*best.shape[:-1], 1)).any(-1).flatten(), target, loss_func)
+    return _share((best == target.reshape(*best.shape[:-1], 1)).any(-1).flatten(), target, facts)
 
 
 SHARES: dict[Callable, Callable[..., tuple[Tensor, Tensor]]] = {
@@ -107,30 +97,30 @@ SHARES: dict[Callable, Callable[..., tuple[Tensor, Tensor]]] = {
 """The metrics that are shares of the targets that count, each with a function that returns the share and the count."""
 
 
-def _share(right: Tensor, target: Tensor, loss_func: Any) -> tuple[Tensor, Tensor]:
+def _share(right: Tensor, target: Tensor, facts: LossFacts) -> tuple[Tensor, Tensor]:
     "Return the share of right ones among the targets that count, and the number of these, on the device."
-    counted = counts(target, loss_func).flatten()
+    counted = counts(target, facts.ignored).flatten()
     count = counted.sum()
-    return wide(right & counted).sum() / count, count
+    return wide((right & counted).sum()) / count, count
 
 
-def counts(target: Tensor, loss_func: Any) -> Tensor:
+def counts(target: Tensor, ignored: Any) -> Tensor:
     "Return a mask of the targets that count: those that are not negative and that the loss does not ignore."
     target = class_numbers(target)
     counted = target >= 0
-    if (ignored := loss_option(loss_func, "ignore_index")) is not None:
+    if ignored is not None and not (isinstance(ignored, int) and ignored < 0):  # as torch's -100 is
         counted &= target != ignored
     return counted
 
 
-def _decoded(pred: Any, target: Tensor, loss_func: Any) -> Tensor | None:
+def _decoded(pred: Any, target: Tensor, facts: LossFacts) -> Tensor | None:
     "Decode predictions as the loss does; `None` unless that gives one class, or yes or no, for each target."
-    decode = decode_of(loss_func)
-    if decode is None or (not isinstance(pred, Tensor) and not own_decode(loss_func)):
+    decode, is_tensor = facts.decode, isinstance(pred, Tensor)
+    if decode is None or not (is_tensor or facts.own):
         return None
-    if isinstance(pred, Tensor) and pred.ndim < 2 and is_cross_entropy(loss_func):
+    if is_tensor and pred.ndim < 2 and facts.of_classes:
         return None
-    if isinstance(pred, Tensor) and pred.ndim > 2 and hides_classes(loss_func):  # The shapes say which dimension.
+    if is_tensor and pred.ndim > 2 and facts.hides:  # The shapes say which dimension.
         return None
     decoded = decode(pred)
     if not isinstance(decoded, Tensor) or decoded.is_floating_point() or decoded.numel() != target.numel():
@@ -138,12 +128,12 @@ def _decoded(pred: Any, target: Tensor, loss_func: Any) -> Tensor | None:
     return decoded
 
 
-def _class_dim(pred: Any, target: Tensor, axis: int | None, loss_func: Any, metric: str) -> int:
+def _class_dim(pred: Any, target: Tensor, axis: int | None, facts: LossFacts, metric: str) -> int:
     "Return the dimension of the classes in scores; refuse predictions without classes, as far as that is known."
-    known = decoding(loss_func)
+    known = facts.known
     scores = isinstance(pred, Tensor) and pred.ndim > 1 and known != "itself"
     dim = 1 if axis is None else axis
-    if scores and axis is None and not has_classes_in_dim_1(loss_func):
+    if scores and axis is None and not facts.in_dim_1:
         dim = class_axis(pred, target, metric)
     if not scores or (pred.shape[dim] == 1 and known != "argmax") or pred.numel() != target.numel() * pred.shape[dim]:
         raise ValueError(

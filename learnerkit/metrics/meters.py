@@ -15,6 +15,7 @@ from torch import Tensor
 from learnerkit import distributed
 from learnerkit.data.batches import gather_nested, on_host, with_rows
 from learnerkit.host_scalars import WeighedScalars
+from learnerkit.losses import LossFacts
 from learnerkit.marks import collective
 from learnerkit.metrics import libraries
 from learnerkit.metrics.by_name import OWN, OfTorchmetrics
@@ -288,7 +289,9 @@ class MeanMeter(Meter):
         super().__init__(metric, name)
         inner, options = unbound(metric)
         share = next((share for known, share in SHARES.items() if known is inner), None)
-        self._share = None if share is None else partial(share, **{"loss_func": loss_func} | options)
+        if share is not None:
+            share = partial(share, facts=LossFacts(options.pop("loss_func", loss_func)), **options)
+        self._share = share
 
     def reset(self) -> None:
         self._means = WeighedScalars()

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from learnerkit.data.batches import concat, in_float32, on_host
-from learnerkit.losses import class_numbers, has_classes_in_dim_1, loss_option
+from learnerkit.losses import LossFacts, class_numbers, has_classes_in_dim_1, loss_option
 from learnerkit.metrics.functions import class_axis, counts, decoded_pair, numbers, wide
 from learnerkit.utils import listify, unbound
 from learnerkit.values import describe
@@ -217,10 +217,11 @@ class Dice(Metric):
                 "any predictions"
             )
         target = class_numbers(target)
-        counted = counts(target, self._loss_func)
+        facts = LossFacts(self._loss_func)
+        counted = counts(target, facts.ignored)
         if self.ignore_index is not None:
             counted = counted & (target != self.ignore_index)
-        predicted, actual = decoded_pair(pred, target, None, self._loss_func, self.name)
+        predicted, actual = decoded_pair(pred, target, None, facts, self.name)
         first, n = (1, 2) if predicted.dtype == torch.bool else (0, pred.numel() // max(1, target.numel()))
         if self.classes and max(self.classes) >= n - first:
             raise ValueError(f"{self.name} is of the classes {self.classes}, and the predictions have {n - first}")
