@@ -101,7 +101,7 @@ from learnerkit.utils import (
     training_modes,
     unwrap,
 )
-from learnerkit.values import TensorFunction, map_batch
+from learnerkit.values import TensorFunction, map_batch, same
 
 if TYPE_CHECKING:
     import learnerkit as lk
@@ -1066,6 +1066,8 @@ class Learner(RunState):
         streams = keep_seeds(dl, self.dls.device) if self._in_fit else nullcontext()
         with replaced(self, _in_fit=False), streams:
             readings = [self.get_preds(ds_idx, dl, act=act, cbs=cbs) for _ in range(n)]
+        if dl is not None and all(same(plain, preds) for preds, _ in readings):
+            self.say("tta: dl= reads the samples as they are, so nothing is augmented; batch_tfms= augments them")
         return averaged((plain, targets), readings, beta, use_max), targets
 
     @collective

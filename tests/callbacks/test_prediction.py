@@ -468,6 +468,14 @@ def test_a_loader_may_augment_by_itself():
     assert not torch.allclose(preds, learn.get_preds()[0])
 
 
+def test_a_loader_that_augments_nothing_is_told(capsys):
+    learn = make_learner(make_dls(8, 10))
+    assert torch.equal(learn.tta(dl=learn.dls.valid)[0], learn.get_preds()[0])
+    assert "dl= reads the samples as they are, so nothing is augmented" in capsys.readouterr().out
+    learn.tta(batch_tfms=lambda x: x)
+    assert not capsys.readouterr().out
+
+
 def test_tta_refuses_a_loader_that_reads_in_another_order():
     learn = classifier()
     with pytest.raises(ValueError, match="same samples in the same order, and the targets of one differ"):
