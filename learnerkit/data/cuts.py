@@ -130,6 +130,13 @@ def cut_rows(batch: Any, dims: Dims, start: int, stop: int) -> Any:
     return map_rows(piece, batch, dims, itself)
 
 
+def no_rows(batch: Any, dims: Dims) -> Any:
+    """Return a batch without samples, or the whole batch if a part of it cannot be cut, as all parts must agree."""
+    whole: list = []
+    row_counts(batch, dims, whole.append)
+    return batch if whole else cut_rows(batch, dims, 0, 0)
+
+
 def rows_first(part: Any, dims: Dims) -> Any:
     """Return part of a batch with the dimension of the samples in the first place."""
     return map_rows(lambda rows, dim, place: rows.movedim(dim, 0) if dim else rows, part, dims, itself)

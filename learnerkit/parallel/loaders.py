@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from learnerkit import distributed
 from learnerkit.data.batches import loader_len
-from learnerkit.data.cuts import Dims, Share, cut_rows, cut_share
+from learnerkit.data.cuts import Dims, Share, cut_rows, cut_share, no_rows
 from learnerkit.data.iterable import LoaderView, read_on, say_read_forward, source_of
 from learnerkit.data.order import has_index, has_state, samplers_of, states_at_start, with_batches
 from learnerkit.data.stream import replaced_sampler, same_stream, split_evenly
@@ -96,11 +96,11 @@ class RankLoader(LoaderView):
             yield self._given(Share(0, 0, 0), self.share.place + distributed.world_size())
 
     def _given(self, share: Share, place: int) -> Any:
-        """Note a share and its place, and return its batch; without samples an empty one, of the last one's shapes."""
+        """Note a share and its place, and return its batch; without samples `no_rows` of the last one."""
         if share.batch is not None:
             self.sample = share.batch
         self.share = share._replace(place=place, batch=None)
-        return cut_rows(self.sample, self.dims, 0, 0) if share.size == 0 else share.batch
+        return no_rows(self.sample, self.dims) if share.size == 0 else share.batch
 
     @property
     def per_step(self) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 
 from learnerkit import DataLoaders
-from learnerkit.data.cuts import cut_rows, cut_share, even_spans, join_rows, row_counts, rows_first
+from learnerkit.data.cuts import cut_rows, cut_share, even_spans, join_rows, no_rows, row_counts, rows_first
 
 N, T = 7, 5
 
@@ -68,6 +68,12 @@ def test_the_pieces_of_a_batch_are_the_batch(name, ranks, least):
         end = stop
     assert end == N
     assert leaves(cut_rows(batch, dims, 0, N)) == leaves(batch)
+
+
+def test_a_batch_with_a_part_that_cannot_be_cut_is_not_emptied():
+    packed, sparse = (pack_sequence([numbers(3), numbers(2)]), numbers(2)), (numbers(2), torch.eye(2).to_sparse())
+    assert all(no_rows(batch, 0) is batch for batch in (packed, sparse))
+    assert [len(x) for x in no_rows((numbers(N, 2), numbers(N)), 0)] == [0, 0]
 
 
 @pytest.mark.parametrize("dim", [0, 1])

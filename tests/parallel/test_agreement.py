@@ -17,6 +17,7 @@ from helpers import mostly_slow, mostly_soak, step_gradient
 from launching import SCRIPTS, environment, in_time
 from one_rank import Do, throw
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import learnerkit
@@ -835,6 +836,29 @@ def test_a_model_that_cannot_run_without_samples_is_trained_as_on_one_process():
         return Learner(dls, Flat(), nn.CrossEntropyLoss(), opt_func=torch.optim.SGD, lr=0.1)
 
     assert_equals_alone(flat, epochs=2)
+
+
+class OfSequences(Flat):
+    """A model of a packed sequence, or of a nested tensor, which cannot be cut as their targets can."""
+
+    def forward(self, x):
+        rows = unpack_sequence(x) if isinstance(x, PackedSequence) else x.unbind()
+        return self.linear(torch.stack([row.sum(0) for row in rows]))
+
+
+@on_ranks
+@pytest.mark.parametrize("join", [pack_sequence, partial(torch.nested.nested_tensor, layout=torch.jagged)])
+def test_a_rank_without_data_runs_inputs_that_cannot_be_cut_with_their_targets(join):
+    def collate(samples):
+        rows, labels = zip(*samples, strict=True)
+        return join([x.expand(2, -1) for x in rows]), torch.stack(labels)
+
+    def sequences():
+        torch.manual_seed(0)
+        dls = DataLoaders.from_datasets(list(make_data(8 * N + 1)), bs=8, collate_fn=collate)
+        return Learner(dls, OfSequences(), nn.CrossEntropyLoss(), opt_func=torch.optim.SGD, lr=0.1)
+
+    assert_equals_alone(sequences, epochs=2)
 
 
 @on_ranks
