@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import SubsetRandomSampler
 
 from learnerkit import distributed
@@ -29,7 +30,7 @@ from learnerkit.marks import collective
 from learnerkit.metrics.functions import counts
 from learnerkit.state import Learner
 from learnerkit.utils import replaced
-from learnerkit.values import TensorFunction, describe, entries, map_batch, same
+from learnerkit.values import TensorFunction, describe, entries, is_nested, map_batch, same, with_entries
 
 
 def whole_dataset(learn: "Learner", ds_idx: int) -> Any:
@@ -249,13 +250,16 @@ def _each(part: Any, n: int) -> Sequence:
     if isinstance(part, Tensor) and part.ndim and len(part) == n:
         return part.split(1)
     part = with_rows(part, n, True)
-    if isinstance(part, Rows):
-        return [part[i : i + 1] for i in range(n)]
+    return [_row(part, i, n) for i in range(n)]
 
-    def row(i: int) -> Any:
-        return map_batch(lambda t: t[i : i + 1] if t.ndim and len(t) == n else t, part)
 
-    return [row(i) for i in range(n)]
+def _row(part: Any, i: int, n: int) -> Any:
+    "Return the `i`-th of `n` samples of a model's output; what has no entry for each sample belongs to all of them."
+    if isinstance(part, Rows) or (isinstance(part, Tensor) and part.ndim and len(part) == n):
+        return part[i : i + 1]
+    if is_nested(part) and not isinstance(part, PackedSequence):
+        return with_entries(part, {key: _row(value, i, n) for key, value in entries(part)})
+    return part
 
 
 def activation_for(learn: "Learner", act: TensorFunction | None, probs: bool) -> Callable[[Any], Any] | None:

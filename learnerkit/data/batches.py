@@ -85,10 +85,10 @@ def with_rows(part: Any, size: int, is_output: bool = False, is_whole: bool = Tr
         is_output: a model has returned it; a tuple then has several outputs, of which some may be of the whole batch.
         is_whole: `part` is not inside another one.
     """
-    if isinstance(part, Mapping):
-        return {key: with_rows(value, size, is_output, False) for key, value in part.items()}
-    if not isinstance(part, tuple | list) or hasattr(part, "_fields"):  # a packed sequence is a named tuple
+    if not is_nested(part) or isinstance(part, PackedSequence):
         return part
+    if not isinstance(part, tuple | list) or hasattr(part, "_fields"):  # its entries have names
+        return with_entries(part, {key: with_rows(value, size, is_output, False) for key, value in entries(part)})
     if is_whole and len(part) == size and all(isinstance(entry, Mapping) for entry in part):
         return Rows(part)
     have_rows = [t.ndim > 0 and len(t) == size for t in tensors_in(part)]

@@ -3,7 +3,9 @@
 import pickle
 import random
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -529,6 +531,44 @@ def test_a_list_with_an_entry_for_each_sample_is_joined_by_samples():
     assert [len(p["boxes"]) for p in preds] == [1, 2, 1, 2, 1, 2, 1]
     (one, two), _ = make_learner(make_dls(6, bs=2), Heads()).get_preds()
     assert torch.equal(2 * one, two)
+
+
+class Named(NamedTuple):
+    score: torch.Tensor
+    names: list
+
+
+@dataclass
+class Fields:
+    score: torch.Tensor
+    names: list
+
+
+class WithNames(nn.Module):
+    """Returns a score and a name for each sample, in an object of the given kind."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x):
+        return self.kind(score=x.sum(1, keepdim=True), names=[str(round(value, 3)) for value in x.sum(1).tolist()])
+
+
+def entry(part, name):
+    return part[name] if isinstance(part, dict) else getattr(part, name)
+
+
+@pytest.mark.parametrize("kind", [dict, Named, Fields])
+@pytest.mark.parametrize("n", [6, 7])
+def test_lists_with_an_entry_for_each_sample_are_joined_by_samples_under_names(kind, n):
+    learn = make_learner(make_dls(n, bs=3), WithNames(kind))
+    preds, _ = learn.get_preds(ds_idx=0)
+    assert type(preds) is kind
+    assert entry(preds, "names") == [str(round(value, 3)) for value in entry(preds, "score")[:, 0].tolist()]
+    inputs = list(learn.dls.train_ds.tensors[0])
+    for found, x in zip(learn.predict_many(inputs), inputs, strict=True):
+        assert entry(found.pred, "names") == entry(learn.predict(x).pred, "names") == [str(round(x.sum().item(), 3))]
 
 
 class TwoOutputs(nn.Module):
