@@ -576,6 +576,8 @@ def put_rest(learn: "Learner", state: Mapping[str, Any], name: str = "the state"
 
 def _put_callback(cb: Callback, state: State) -> None:
     if type(cb).state_dict is not Callback.state_dict:
+        if type(cb).load_state_dict is Callback.load_state_dict and cb.learn.task == "fit":
+            cb.learn.say(f"{cb!r} begins anew: it has state_dict, and no load_state_dict that takes its state back")
         cb.load_state_dict(state)
         return
     ranks = [state["own"]] if "own" in state else state["ranks"]

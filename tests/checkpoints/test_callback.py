@@ -1260,6 +1260,24 @@ def test_a_state_that_is_no_dict_is_named(tmp_path):
         learn.fit(1)
 
 
+def test_a_state_that_no_method_takes_back_is_told(tmp_path, capsys):
+    class Gives(Callback):
+        def state_dict(self):
+            return {"a": 1}
+
+    class Empty(Callback):
+        def state_dict(self):
+            return {}
+
+    for resume in (False, True):
+        assert "begins anew" not in capsys.readouterr().out
+        learn = make_learner(cbs=[Gives(), Empty(), CheckpointCallback(tmp_path, resume=resume)])
+        with learn.no_logging():
+            learn.fit(1 + resume)
+    told = [line for line in capsys.readouterr().out.splitlines() if "begins anew" in line]
+    assert told == [f"{learn.gives!r} begins anew: it has state_dict, and no load_state_dict that takes its state back"]
+
+
 @pytest.mark.parametrize(
     ("kind", "splitter"), [(KeepsGradients, None), (Learner, lambda model: [list(model.parameters())[-1:]])]
 )
