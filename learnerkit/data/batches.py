@@ -12,7 +12,7 @@ from learnerkit import distributed
 from learnerkit.marks import collective
 from learnerkit.text import first_few
 from learnerkit.utils import library_of
-from learnerkit.values import entries, is_nested, map_batch, tensors_in, with_entries
+from learnerkit.values import describe, entries, is_nested, map_batch, tensors_in, with_entries
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
@@ -103,17 +103,20 @@ def concat(batches: list) -> Any:
 
     If the other dimensions of a tensor differ between batches, the result is a list with a tensor for each sample.
     Entries of mappings that some batches lack are left out, with a warning.
+    What is `None` in all batches stays `None`.
 
     Raises:
         ValueError: packed sequences, or tensors of which some have no axis of samples.
     """
     first = batches[0]
+    if all(batch is None for batch in batches):
+        return None
     if isinstance(first, Tensor):
-        other = next((t for t in batches if t.ndim != first.ndim), None)
-        if other is not None:
+        other = next((t for t in batches if not isinstance(t, Tensor) or t.ndim != first.ndim), first)
+        if other is not first:
             raise ValueError(
-                f"batches with tensors of shape {tuple(first.shape)} and {tuple(other.shape)} cannot be joined: each "
-                "keeps the axis of its samples, also with a single one (.squeeze(1) rather than .squeeze())"
+                f"batches with {describe(first)} and {describe(other)} cannot be joined: each has a tensor that keeps "
+                "the axis of its samples, also with a single one (.squeeze(1) rather than .squeeze())"
             )
         if len({t.shape[1:] for t in batches}) > 1:
             return [row for t in batches for row in t]

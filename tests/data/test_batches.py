@@ -141,6 +141,18 @@ class Boxes:
     names: list
 
 
+def test_a_batch_that_lacks_a_part_is_refused_in_words():
+    with pytest.raises(ValueError, match="float32 tensor of shape .3, 1. and NoneType cannot be joined"):
+        concat([torch.ones(3, 1), None])
+
+
+def test_what_no_batch_has_is_none_for_all_of_them():
+    joined = concat([{"y": None, "z": (None, torch.ones(n))} for n in (2, 3)])
+    assert joined["y"] is None
+    assert joined["z"][0] is None
+    assert len(joined["z"][1]) == 5
+
+
 @pytest.mark.parametrize("last", [torch.tensor(1.0), torch.ones(2)])
 def test_a_batch_that_has_lost_the_axis_of_its_one_sample_is_refused_in_words(last):
     with pytest.raises(ValueError, match=r"cannot be joined: .*\.squeeze\(1\) rather than"):
