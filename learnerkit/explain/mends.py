@@ -20,6 +20,10 @@ from learnerkit.utils import unwrap
 from learnerkit.values import describe, entries, tensors_in
 
 NOT_ALONE = "choose another batch size, or leave the last batch out: DataLoaders.from_datasets(..., drop_last=True)"
+SECOND_TIME = (
+    "a block computed something else the second time: it depends on more than its inputs, such as a cache; in a model "
+    "of transformers set model.config.use_cache = False"
+)
 _FASTAIS = ("set_hyper", "set_hypers", "hypers", "set_freeze")  # methods that only fastai's optimizers have
 _OF_LOADERS = {  # attributes of fastai's loaders, with what has the same value here
     "one_batch": "learn.dls.one_batch(), or next(iter(learn.dls.valid))", "bs": "learn.dls.train.batch_size",
@@ -110,10 +114,7 @@ def of_run(learn: "Learner", error: Exception, text: str) -> str:
         )
     recomputes = "activation_checkpointing" in names
     if recomputes and "utils.checkpoint" in text:
-        return (
-            "a block computed something else the second time: it depends on more than its inputs, such as a cache; "
-            "in a model of transformers set model.config.use_cache = False"
-        )
+        return SECOND_TIME
     if recomputes and "inplace operation" in text:
         return (
             "a block that changes its inputs in place cannot be computed again: write inplace=False in it, or name "

@@ -225,6 +225,16 @@ def test_a_block_that_computes_something_else_is_told():
         fitted(model, ActivationCheckpointing())
 
 
+def test_a_block_that_fails_only_the_second_time_is_told():
+    class Grows(Block):
+        def forward(self, x):
+            self.calls.append(x.detach())
+            return self.inner(x * torch.cat(self.calls)[:, :1])
+
+    with raises(RuntimeError, "The size of tensor a", "model.config.use_cache = False", "in blocks.0 (Grows)"):
+        fitted(Net(Grows, 1), ActivationCheckpointing("blocks.*"))
+
+
 # The model
 
 
