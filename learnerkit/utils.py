@@ -6,7 +6,7 @@ import resource
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial, wraps
 from inspect import ismethod, signature
@@ -32,11 +32,12 @@ def itself(x: Any) -> Any:
 def listify(x: Any) -> list:
     """Return a list: empty for `None`, of the items of a collection or a generator, or with the argument as one item.
 
-    A str, a mapping, a tensor and a callable (a class, a function, a module) are single items.
+    A str, a mapping, a tensor and a callable (a class, a function, a module) are single items. So is an object that has
+    `__iter__` and is neither a collection nor an iterator, as a callback with items of its own may be.
     """
     if x is None:
         return []
-    is_item = isinstance(x, str | bytes | Mapping | Tensor) or callable(x) or not isinstance(x, Iterable)
+    is_item = isinstance(x, str | bytes | Mapping | Tensor) or callable(x) or not isinstance(x, Collection | Iterator)
     return [x] if is_item else list(x)
 
 

@@ -47,6 +47,28 @@ def test_a_misspelled_hook_is_refused_with_the_near_match(name):
         make_learner(cbs=cb())
 
 
+class WithItems(Callback):
+    """Has items, as the callbacks of miniai that keep hooks."""
+
+    def __init__(self):
+        self.items = []
+
+    def __iter__(self):
+        return iter(self.items)
+
+    def __len__(self):
+        return len(self.items)
+
+    def after_batch(self):
+        self.items.append(self.iter)
+
+
+def test_a_callback_that_has_items_is_not_taken_for_a_list_of_callbacks():
+    learn = make_learner(cbs=WithItems())
+    learn.fit(1, cbs=(cb := WithItems()))
+    assert len(cb) == len(learn.with_items) > 0
+
+
 @pytest.mark.parametrize("name", ["befor_batch", "aftr_fit", "beforefit", "after_batches"])
 def test_a_misspelled_prefix_is_refused_too(name):
     cb = type("Typo", (Callback,), {name: lambda self: None})
