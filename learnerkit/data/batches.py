@@ -163,18 +163,27 @@ def gather_nested(pieces: Iterable[tuple[Any, Any]], on: str = "all") -> list[tu
         on: as in `gather_batches`.
     """
     pieces = list(pieces)
-    layouts = [(place, None if type(x) is Tensor else map_batch(lambda t: _HOLE, x)) for place, x in pieces]
+    layouts = [
+        (place, None if type(x) is Tensor and _is_dense(x) else map_batch(lambda t: _HOLE if _is_dense(t) else t, x))
+        for place, x in pieces
+    ]
     tensors = distributed.gather_pieces(
-        (((place, i), t) for place, x in pieces for i, t in enumerate(tensors_in(x))), on
+        (((place, i), t) for place, x in pieces for i, t in enumerate(filter(_is_dense, tensors_in(x)))), on
     )
     everyone = sorted(chain.from_iterable(distributed.all_gather(layouts)), key=lambda pair: pair[0])
     if tensors is None:
         return None
     gathered = iter(tensors)
-    return [
-        (place, next(gathered) if layout is None else map_batch(lambda _: next(gathered), layout))
-        for place, layout in everyone
-    ]
+
+    def filled(t: Tensor) -> Tensor:
+        return next(gathered) if _is_dense(t) else t
+
+    return [(place, next(gathered) if layout is None else map_batch(filled, layout)) for place, layout in everyone]
+
+
+def _is_dense(t: Tensor) -> bool:
+    """Tell whether a tensor can be sent as its bytes; a sparse or a nested one is sent as an object."""
+    return t.layout is torch.strided and not t.is_nested
 
 
 _HOLE = torch.empty(0)  # the placeholder of a tensor; one object, which is sent once

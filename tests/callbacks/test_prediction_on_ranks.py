@@ -43,6 +43,31 @@ def test_every_input_is_predicted_once_in_order_on_one_process():
     predict_without_targets()
 
 
+class OfNested(nn.Module):
+    """Takes a nested tensor."""
+
+    def forward(self, x):
+        return torch.stack([row.sum(0) for row in x.unbind()])
+
+
+def collate_nested(samples):
+    rows, targets = zip(*samples, strict=True)
+    return torch.nested.nested_tensor(list(rows), layout=torch.jagged), torch.stack(targets).to_sparse()
+
+
+@pytest.mark.ranks(2, soak=[3])
+def test_sparse_and_nested_tensors_are_gathered_as_on_one_process():
+    samples = [(torch.full((1 + i % 3, 2), float(i)), torch.tensor([0.0, i])) for i in range(N)]
+    loader = DataLoader(samples, 2, collate_fn=collate_nested)
+    learn = make_learner(DataLoaders(loader, loader, device="cpu"), OfNested())
+    with learn.distrib_ctx():
+        inputs, preds, targets = learn.get_preds(with_input=True)
+    for found, (x, y), pred, target in zip(inputs, samples, preds, targets.to_dense(), strict=True):
+        assert torch.equal(found, x)
+        assert torch.equal(pred, x.sum(0))
+        assert torch.equal(target, y)
+
+
 def predict_without_targets():
     """Compare with the model itself, for each kind of inputs and each kind of loader."""
     for kind in ("tensors", "tuples", "mappings", "two inputs"):
