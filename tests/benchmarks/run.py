@@ -56,15 +56,17 @@ def main() -> None:
 
 
 def step(rounds: int) -> list[tuple[str, str, str]]:
-    """Training steps of a Learner, with its default callbacks and a live bar, against a hand-written loop."""
-    rows = []
-    for name, found in measure_in_terminal([sys.executable, HERE / "step.py", rounds]).items():
+    """Steps and validations of a Learner, with its default callbacks and a live bar, against a hand-written loop."""
+    rows, measured = [], measure_in_terminal([sys.executable, HERE / "step.py", rounds])
+    for name, found in measured["steps"].items():
         extra, split = median(kit - raw for raw, kit, _ in found), median(more - kit for _, kit, more in found)
         what = f"Learner's step over a hand-written one, {name} ({median(raw for raw, *_ in found):.0f} us)"
         rows.append((what, f"{ratio(found):.3f}", ""))
         rows.append(("    extra time a step", f"{extra:+.1f} us", "10 us" if name == "MLP" else ""))
         rows.append(("    with SplitBatch(), extra over a Learner without", f"{split:+.1f} us", ""))
-    return rows
+    found = measured["validations"]
+    what = f"validation with accuracy over a hand-written one, MLP ({median(raw for raw, _ in found):.0f} us a batch)"
+    return [*rows, (what, f"{ratio(found):.3f}", "")]
 
 
 def imports(rounds: int) -> list[tuple[str, str, str]]:
