@@ -18,7 +18,7 @@ from learnerkit.data.loaders import DataLoaders
 from learnerkit.data.order import why_empty
 from learnerkit.explain.mends import NOT_ALONE
 from learnerkit.losses import loss_name, unwrap_partial
-from learnerkit.optim import not_among, parameters_of
+from learnerkit.optim import not_among, parameters_of, resized
 from learnerkit.state import Learner
 from learnerkit.text import did_you_mean, first_few
 from learnerkit.torch_internals import BatchNorm, version_of
@@ -286,6 +286,11 @@ def pass_checked(learn: "Learner", made: tuple[Any, list[nn.Parameter]]) -> Iter
         learn: the learner.
         made: the optimizer that it has made, and the model's parameters that this one left out when it was made.
     """
+    if learn.training and (changed := resized(learn.opts)):
+        raise ValueError(
+            f"parameters have another shape than their state in the optimizer, such as {describe(changed[0])}: where a "
+            "callback sets p.data to a tensor of another shape, it has to remove the state, self.opt.state.pop(p)"
+        )
     with _last_batch_checked(learn), _untrained_loss_told(learn), _new_parameters_told(learn, *made):
         yield
     if learn.iter < 0 and learn.n_ranks == 1:

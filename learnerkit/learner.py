@@ -1163,7 +1163,7 @@ class Learner(RunState):
             self.opt = optim.as_one(self.opt)  # A user may have assigned a dict.
         (opt, left_out), new = self._left_out, dict[str, nn.Parameter]()
         if self.opt is not None and self.opt is opt and not reset and self.shards is None:
-            held = [*optim.parameters_of(self.opts), *left_out]
+            held = {*optim.parameters_of(self.opts), *left_out} - {*optim.resized(self.opts)}
             new = {name: p for name, p in optim.not_among(held, self.model).items() if p.requires_grad}
         if self.opt is None or reset or new:
             give_shapes(self)

@@ -110,6 +110,15 @@ def parameters_beside(model: nn.Module, loss_func: Any, opts: Iterable[Optimizer
     return list(dict.fromkeys(p for p in held if p.requires_grad and p not in known))
 
 
+def resized(opts: Iterable[Optimizer]) -> list[Any]:
+    """Return the parameters that have got another shape, by `p.data = ...`, since a fused kernel began their state.
+
+    Such a kernel reads and writes as far as the parameter goes, also beyond the end of its state.
+    """
+    fused = ((p, opt.state.get(p, {})) for opt in opts for g in opt.param_groups if g.get("fused") for p in g["params"])
+    return [p for p, state in fused if any(getattr(x, "ndim", 0) and x.shape != p.shape for x in state.values())]
+
+
 def unsaved_inside(opts: Iterable[Optimizer]) -> list[str]:
     """Return the names of the optimizers inside of others whose `state_dict` leaves their state out."""
     opts, found = list(opts), list[str]()

@@ -760,6 +760,55 @@ def test_layers_that_are_replaced_between_fits_train_with_a_new_optimizer(capsys
     assert not same_weights(before, learn.model)
 
 
+def resize(layer, rows):
+    """Give a layer more outputs in place, as `resize_token_embeddings` of transformers does."""
+    for p in layer.parameters():
+        p.data = torch.cat([p.data, p.data.new_zeros(rows - len(p), *p.shape[1:])])
+
+
+def test_parameters_that_get_another_shape_between_fits_train_with_a_new_optimizer(capsys):
+    def train(model, fit):
+        for rows in (6, 200, 5000):  # Beyond the end of a smaller state torch's fused kernel would write elsewhere.
+            resize(model[0], rows)
+            model[3].weight.data = torch.ones(1, rows) / rows
+            fit()
+
+    learn, model = make_learner(opt_func=AdamW, lr=0.01), make_model()
+
+    def loop():
+        opt = AdamW(model.parameters(), lr=0.01, fused=True)
+        for x, y in learn.dls.train:
+            opt.zero_grad()
+            F.mse_loss(model(x), y).backward()
+            opt.step()
+
+    train(learn.model, lambda: learn.fit(1))
+    train(model, loop)
+    assert same_weights(learn.model, model)
+    assert capsys.readouterr().out.count("the model has new parameters (0.weight, 0.bias, 3.weight)") == 2
+
+
+def test_a_parameter_that_gets_another_shape_in_a_fit_needs_its_state_removed():
+    class Grow(Callback):
+        def __init__(self, removes):
+            super().__init__()
+            self.removes = removes
+
+        def before_epoch(self):
+            if self.epoch == 1:
+                resize(self.model[0], 50)
+                self.model[3].weight.data = torch.ones(1, 50) / 50
+                for p in self.model.parameters():
+                    self.removes and self.opt.state.pop(p)
+
+    learn = make_learner(opt_func=AdamW)
+    with raises(ValueError, "another shape than their state in the optimizer, such as float32 tensor of shape (50, "):
+        learn.fit(2, cbs=Grow(False))
+    learn = make_learner(opt_func=AdamW)
+    learn.fit(2, cbs=Grow(True))
+    assert learn.model[0].weight[:, 0].abs().min() > 0
+
+
 def test_parameters_that_the_splitter_leaves_out_are_no_new_ones(capsys):
     learn = make_learner(splitter=lambda model: [model[3].parameters()])
     learn.model[0].requires_grad_(False)
