@@ -110,13 +110,17 @@ def parameters_beside(model: nn.Module, loss_func: Any, opts: Iterable[Optimizer
     return list(dict.fromkeys(p for p in held if p.requires_grad and p not in known))
 
 
+_WITH_KERNEL = Adam, torch.optim.AdamW, SGD, torch.optim.Adagrad
+
+
 def resized(opts: Iterable[Optimizer]) -> list[Any]:
     """Return the parameters that have got another shape, by `p.data = ...`, since a fused kernel began their state.
 
     Such a kernel reads and writes as far as the parameter goes, also beyond the end of its state.
     """
-    fused = ((p, opt.state.get(p, {})) for opt in opts for g in opt.param_groups if g.get("fused") for p in g["params"])
-    return [p for p, state in fused if any(getattr(x, "ndim", 0) and x.shape != p.shape for x in state.values())]
+    groups = [(opt, g) for opt in opts if isinstance(opt, _WITH_KERNEL) for g in opt.param_groups if g.get("fused")]
+    states = ((p, opt.state.get(p, {})) for opt, g in groups for p in g["params"])
+    return [p for p, state in states if any(getattr(x, "ndim", 0) and x.shape != p.shape for x in state.values())]
 
 
 def unsaved_inside(opts: Iterable[Optimizer]) -> list[str]:
