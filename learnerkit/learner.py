@@ -324,6 +324,7 @@ class Learner(RunState):
         self.shards = self._agreement = self._workers = None
         self._lock = PlainLock()  # held while a run begins, and during a prediction
         self._thread: int | None = None  # the thread in which a run goes on
+        self._dls_cbs = dls.cbs  # those of the loaders that are among the callbacks
         given = [*dls.cbs, *listify(cbs)]
         kinds = [cb if isinstance(cb, type) else type(cb) for cb in given]
         # A Recorder with other options, or a subclass, is in place of the default.
@@ -1360,7 +1361,11 @@ class Learner(RunState):
         self._removed_cbs.clear()
 
     def _take_callbacks(self) -> None:
-        """Let callbacks that are shared with other learners belong to this one for the length of its run."""
+        """Take the callbacks of loaders that a user has assigned, and for a run those shared with other learners."""
+        if self._dispatch is None and self.dls.cbs is not self._dls_cbs:
+            self.remove_cbs(self._dls_cbs)
+            self._dls_cbs = self.dls.cbs
+            self.add_cbs([cb for cb in self.dls.cbs if cb not in self.cbs])
         for cb in self.cbs:
             if cb.learn is not self:
                 arguments.check_free(self, cb)

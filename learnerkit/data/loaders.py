@@ -72,7 +72,8 @@ class DataLoaders:
         preprocessing: the steps that turned raw data into the datasets' inputs, as a mapping that JSON can hold, or
             `None`: `Learner.export` stores it and `load_learner` restores it.
         targets: for pictures, the kind of their targets, as in `ImageData(targets=)`, or `None`.
-        cbs: callbacks that every Learner with these loaders gets, such as an augmentation of its batches.
+        cbs: callbacks that every Learner with these loaders gets, such as an augmentation of its batches. Loaders that
+            are assigned to `learn.dls` exchange them when the next run begins.
         inputs: the names of the inputs in an exported program, each with the names of its axes after that of the batch;
             by default the arguments of the model's `forward`, or the keys of a mapping batch.
         aligned: each target is at the position of its prediction, also for a language model that shifts its labels.

@@ -72,6 +72,28 @@ def test_other_loaders_need_another_object():
     assert [n for training, n in seen.lengths if training] == [2, 4]
 
 
+def test_assigned_loaders_exchange_their_callbacks_when_a_run_begins():
+    calls, own = [], Callback(before_fit=lambda cb: calls.append("own"))
+
+    def loaders(name):
+        dls = make_dls(8)
+        dls.cbs = [Callback(before_fit=lambda cb: calls.append(name))]
+        return dls
+
+    first, second = loaders("first"), loaders("second")
+    learn = make_learner(first, cbs=own)
+    for dls, expected in ((first, {"first", "own"}), (second, {"second", "own"}), (make_dls(8), {"own"})):
+        learn.dls = dls
+        for run in (learn.fit, lambda n: learn.validate()):
+            calls.clear()
+            run(1)
+            assert sorted(calls) == sorted(expected)
+    learn.dls = second
+    learn.fit(1, cbs=Callback(before_epoch=lambda cb: setattr(cb.learn, "dls", first)))
+    learn.fit(0)
+    assert [cb for cb in learn.cbs if cb in (*first.cbs, *second.cbs)] == first.cbs
+
+
 def test_one_batch_leaves_the_generators_alone():
     dls = DataLoaders.from_datasets(numbers(10), bs=4, device="cpu")
     state = torch.get_rng_state()
