@@ -481,6 +481,7 @@ class Learner(RunState):
         """Set `opt`: by default one optimizer of the splitter's groups; a subclass may make a dict of them."""
         first = max(optim.rates(self.lr, len(self.lr) if isinstance(self.lr, list) else 2))
         self.opt = optim.make_optimizer(self.opt_func, optim.make_groups(self.model, self.splitter), first, self.model)
+        self._note_opt()  # also where a user has called this
 
     @collective
     def closure(self, reuse: bool = False) -> Callable[[], Tensor]:
@@ -1183,7 +1184,12 @@ class Learner(RunState):
         """Make an optimizer by `create_opt`."""
         self._left_out = None, []  # which may have the last reference to an optimizer
         made = self.create_opt()
-        self.opt = optim.as_one(self.opt if made is None else made)
+        self.opt = self.opt if made is None else made
+        self._note_opt()
+
+    def _note_opt(self) -> None:
+        """Note the optimizer as one that the learner has made, and what it leaves out."""
+        self.opt = optim.as_one(self.opt)
         self._left_out = self.opt, [*optim.not_among(optim.parameters_of(self.opts), self.model).values()]
 
     @not_collective("it puts a method in place, which a step calls")

@@ -760,6 +760,17 @@ def test_layers_that_are_replaced_between_fits_train_with_a_new_optimizer(capsys
     assert not same_weights(before, learn.model)
 
 
+def test_layers_that_are_replaced_after_create_opt_is_called_are_trained_too(capsys):
+    learn = make_learner()
+    learn.create_opt()
+    learn.fit(1)
+    learn.model[3] = nn.Linear(6, 1)
+    before = weights(learn.model)
+    learn.fit(1)
+    assert "the model has new parameters (3.weight, 3.bias): a new optimizer is made" in capsys.readouterr().out
+    assert not torch.equal(learn.model[3].weight, before["3.weight"])
+
+
 def resize(layer, rows):
     """Give a layer more outputs in place, as `resize_token_embeddings` of transformers does."""
     for p in layer.parameters():
