@@ -283,6 +283,13 @@ class RankStep:
 
     def no_part(self, names: Iterable[str]) -> RuntimeError:
         """Return the error for parameters that a later batch of this rank leaves out."""
+        now = dict(self.learn.model.named_parameters())
+        new = [name for name, p in self.named.items() if now.get(name, p) is not p]
+        if new and self.learn.shards is None:  # a sharded unit registers others while it is gathered
+            return RuntimeError(
+                f"the model has got new parameters in the middle of an epoch, {first_few(new)}, and the ranks average "
+                "those that it has at the start of one: replace them in after_epoch (errors.html#unused-parameters)"
+            )
         return RuntimeError(
             f"parameters that took no part in the loss of batch {self.learn.iter} on rank {distributed.rank()}, "
             f"although they did in the first batch: {first_few(list(names) or ['unknown'])}. Freeze them, use them in "

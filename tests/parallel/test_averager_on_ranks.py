@@ -296,6 +296,15 @@ def test_a_part_that_is_replaced_between_epochs_is_averaged():
     torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)
 
 
+def test_a_part_that_is_replaced_in_the_middle_of_an_epoch_is_an_error_that_says_when_to_replace_it():
+    def renew(cb):
+        if cb.training and cb.train_iter == 1:
+            cb.model.spare = nn.Linear(4, 2).double()
+
+    with raises(RuntimeError, "new parameters in the middle of an epoch, spare.weight, spare.bias", "in after_epoch"):
+        trained(cbs=Callback(before_batch=renew))
+
+
 def test_a_first_batch_that_all_ranks_leave_has_shown_nothing():
     def leave(cb):
         if cb.training and cb.train_iter == cb.iter == 0 and cb.epoch == 0:
