@@ -121,6 +121,22 @@ def test_each_seam_replaces_what_it_names():
     assert learn.recorder.values[0][0] == pytest.approx(sum(losses) / 2)
 
 
+def test_a_loss_of_ones_own_may_compare_a_part_of_the_targets():
+    class Own(Learner):
+        def _loss(self):
+            if not self.training:
+                return super()._loss()
+            self.loss_grad = self.loss_func(self.pred, self.y[:, :2])
+            self.loss = self.loss_grad.detach()
+
+    x, y = torch.randn(2, 4, 4)
+    dls = DataLoaders([(x, y)], [(x, y[:, :2])], device="cpu")
+    learn = Own(dls, torch.nn.Linear(4, 2), torch.nn.MSELoss())
+    first = learn.validate()
+    learn.fit(1)
+    assert learn.recorder.values[0][0] == pytest.approx(first[0])
+
+
 def test_a_loss_of_ones_own_needs_no_targets():
     class Own(Learner):
         def _loss(self):
