@@ -751,9 +751,7 @@ def take_loss(learn: "Learner") -> None:
         learn.loss = learn.loss_grad.detach()
     else:
         if not learn.iter:
-            if not overrides(
-                learn, "_loss"
-            ):  # which may compare something else, or call `loss_func` in validation alone
+            if not overrides(learn, "_loss"):  # which may compare something else
                 check_shapes(learn.loss_func, learn.pred, learn.yb)
             if learn.training and learn.task == "fit" and learn.epoch == learn.start_epoch:
                 look_at_first_batch(learn)
