@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 from data.test_position import Noisy, Shuffled, Stream, fit
-from helpers import end_workers
+from helpers import end_workers, make_learner
 from torch.utils.data import DataLoader, Dataset, Subset, get_worker_info
 from torch.utils.data import _utils as data_utils
 from torch.utils.data._utils import worker
 
-from learnerkit import Callback, DataLoaders, Learner, set_seed
+from learnerkit import Callback, CancelTrainException, DataLoaders, Learner, set_seed
 from learnerkit.data.stream import PerSample, SampleStream, Seeded
 from learnerkit.distributed import seeds
 
@@ -244,3 +244,53 @@ def test_a_skipped_stream_is_drawn_but_not_given():
     stream.place = float("inf")
     assert list(stream) == []
     assert drawn == [0, 1, 2, 3, 4]
+
+
+class Listed:
+    """A loader of a number of batches, which says that they are another one."""
+
+    def __init__(self, n, length):
+        self.n, self.length = n, length
+
+    def __len__(self):
+        return self.length
+
+    def __iter__(self):
+        for _ in range(self.n):
+            yield torch.eye(4), torch.rand(4, 1)
+
+
+class Ends(Dataset):
+    """A dataset with an iterator inside, which ends too soon."""
+
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, i):
+        return next(iter([(torch.rand(4), torch.rand(1))][i // 8 :]))
+
+
+@pytest.mark.parametrize(
+    ("train", "got", "length"), [(Listed(2, 4), 2, 4), (Listed(4, 2), 4, 2), (DataLoader(Ends(), 4), 2, 4)]
+)
+def test_a_loader_with_another_number_of_batches_than_its_length_is_told_of_once(train, got, length, capsys):
+    learn = make_learner(DataLoaders(train, Listed(1, 3), device="cpu"))
+    learn.fit_one_cycle(2)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "loader gave" in line]
+    assert [line.partition(", by which")[0] for line in lines] == [
+        f"the training loader gave {got} batches, and its length",
+        "the validation loader gave 1 batches, and its length",
+    ]
+    learn.validate()
+    assert "the validation loader gave 1 batches" in capsys.readouterr().out
+
+
+def test_a_loader_that_is_not_read_to_its_end_has_no_wrong_length(capsys):
+    learn = make_learner(DataLoaders(Listed(4, 4), device="cpu"), default_cbs=True)
+    learn.fit(n_steps=6)
+    learn.fit(1, cbs=Callback(after_batch=lambda cb: raise_cancel()))
+    assert "loader gave" not in capsys.readouterr().out
+
+
+def raise_cancel():
+    raise CancelTrainException
