@@ -1425,6 +1425,7 @@ class Learner(RunState):
         In a batch a value has the weight of the batch's loss in `train_loss`, which is its number of samples, or of
         what `loss_weight` counts. So parts of a loss that is a mean add up to it, and several ranks give what one
         process gives. What is logged before an epoch is in its row; there is a warning if its row is already written.
+        Outside of a fit, and in `validate` and `get_preds`, also where a fit calls them, it does nothing.
 
         Args:
             name: the name of the column.
