@@ -64,6 +64,7 @@ from learnerkit.losses import (
     LossWeight,
     Weight,
     accept_no_loss,
+    check_shapes,
     count_passed,
     evaluate_again,
     fire_after_loss,
@@ -461,6 +462,8 @@ class Learner(RunState):
 
     def _loss(self) -> None:
         """Set `loss_grad`, which is differentiated, and `loss`, which is recorded."""
+        if not self.iter:
+            check_shapes(self.loss_func, self.pred, self.yb)
         loss_func = None if self._loss_weighting.asks else self.loss_func
         loss = found_loss(self) if loss_func is None else loss_func(self.pred, *self.yb)
         self.loss_grad, self.loss = loss, loss.detach() if isinstance(loss, Tensor) else loss

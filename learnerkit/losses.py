@@ -750,11 +750,8 @@ def take_loss(learn: "Learner") -> None:
         learn.loss_grad = zero_loss(output_of(learn))
         learn.loss = learn.loss_grad.detach()
     else:
-        if not learn.iter:
-            if not overrides(learn, "_loss"):  # which may compare something else
-                check_shapes(learn.loss_func, learn.pred, learn.yb)
-            if learn.training and learn.task == "fit" and learn.epoch == learn.start_epoch:
-                look_at_first_batch(learn)
+        if not learn.iter and learn.training and learn.task == "fit" and learn.epoch == learn.start_epoch:
+            look_at_first_batch(learn)
         with distributed.around_collectives(weighting.note_meeting) if first else nullcontext():
             learn._loss()
     if learn.loss_grad is None:
