@@ -121,9 +121,8 @@ class GatherPredictions(Callback):
         if loss_option(learn.loss_func, "reduction") in ("sum", "batchmean"):
             return rows.sum(1)
         if is_cross_entropy(learn.loss_func) and isinstance(y, Tensor) and y.shape == loss.shape:
-            return rows.sum(1) / counts(y, loss_option(learn.loss_func, "ignore_index")).reshape(rows.shape).sum(
-                1
-            ).clamp(min=1)
+            counted = counts(y, loss_option(learn.loss_func, "ignore_index")).reshape(rows.shape)
+            return rows.sum(1) / counted.sum(1).clamp(min=1)
         return rows.mean(1)
 
     @collective
