@@ -810,7 +810,8 @@ def test_a_parameter_that_gets_another_shape_in_a_fit_needs_its_state_removed():
                 resize(self.model[0], 50)
                 self.model[3].weight.data = torch.ones(1, 50) / 50
                 for p in self.model.parameters():
-                    self.removes and self.opt.state.pop(p)
+                    if self.removes:
+                        self.opt.state.pop(p)
 
     learn = make_learner(opt_func=AdamW)
     with raises(ValueError, "another shape than their state in the optimizer, such as float32 tensor of shape (50, "):

@@ -97,8 +97,8 @@ def _lines(learn: "Learner", error: Exception) -> list[str]:
     model = unwrap(learn.model)
     name, layer, given = _innermost(frames, model)
     in_checkpoint = any(frame.f_globals.get("__name__") == "torch.utils.checkpoint" for frame in frames)
-    if in_checkpoint and {"_weighted_backward", "_forward"} & names == {"_weighted_backward"}:
-        mend = mend or ("" if is_out_of_memory(error) else mends.SECOND_TIME)
+    if in_checkpoint and "_weighted_backward" in names and "_forward" not in names and not is_out_of_memory(error):
+        mend = mend or mends.SECOND_TIME
     mend = mend or ("" if name else mends.of_call(learn, text)) or mends.of_comparison(frames, text)
     lines = [mend or (mends.of_layer(layer, given, text) if layer is not None else "")]
     if name:

@@ -29,6 +29,7 @@ from learnerkit import (
 )
 from learnerkit.callbacks.debugging import OverfitBatch
 from learnerkit.distributed import seeds
+from learnerkit.values import get_field
 
 
 def classifier(loss=None, **kwargs):
@@ -555,20 +556,17 @@ class WithNames(nn.Module):
         return self.kind(score=x.sum(1, keepdim=True), names=[str(round(value, 3)) for value in x.sum(1).tolist()])
 
 
-def entry(part, name):
-    return part[name] if isinstance(part, dict) else getattr(part, name)
-
-
 @pytest.mark.parametrize("kind", [dict, Named, Fields])
 @pytest.mark.parametrize("n", [6, 7])
 def test_lists_with_an_entry_for_each_sample_are_joined_by_samples_under_names(kind, n):
     learn = make_learner(make_dls(n, bs=3), WithNames(kind))
     preds, _ = learn.get_preds(ds_idx=0)
     assert type(preds) is kind
-    assert entry(preds, "names") == [str(round(value, 3)) for value in entry(preds, "score")[:, 0].tolist()]
+    assert get_field(preds, "names") == [str(round(value, 3)) for value in get_field(preds, "score")[:, 0].tolist()]
     inputs = list(learn.dls.train_ds.tensors[0])
     for found, x in zip(learn.predict_many(inputs), inputs, strict=True):
-        assert entry(found.pred, "names") == entry(learn.predict(x).pred, "names") == [str(round(x.sum().item(), 3))]
+        alone = get_field(learn.predict(x).pred, "names")
+        assert get_field(found.pred, "names") == alone == [str(round(x.sum().item(), 3))]
 
 
 class TwoOutputs(nn.Module):

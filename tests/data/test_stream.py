@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from data.test_position import Noisy, Shuffled, Stream, fit
-from helpers import end_workers, make_learner
+from helpers import end_workers, make_learner, raising
 from torch.utils.data import DataLoader, Dataset, Subset, get_worker_info
 from torch.utils.data import _utils as data_utils
 from torch.utils.data._utils import worker
@@ -288,9 +288,5 @@ def test_a_loader_with_another_number_of_batches_than_its_length_is_told_of_once
 def test_a_loader_that_is_not_read_to_its_end_has_no_wrong_length(capsys):
     learn = make_learner(DataLoaders(Listed(4, 4), device="cpu"), default_cbs=True)
     learn.fit(n_steps=6)
-    learn.fit(1, cbs=Callback(after_batch=lambda cb: raise_cancel()))
+    learn.fit(1, cbs=raising("after_batch", CancelTrainException()))
     assert "loader gave" not in capsys.readouterr().out
-
-
-def raise_cancel():
-    raise CancelTrainException
