@@ -280,7 +280,7 @@ def check_not_empty(dl: Iterable, name: str) -> None:
 
 @contextmanager
 def pass_checked(learn: "Learner", made: tuple[Any, list[nn.Parameter]]) -> Iterator[None]:
-    """Check the loader, and parameters that no optimizer has, before and after a loader is read in this context.
+    """Check a loader, its length, and parameters that no optimizer has, before and after it is read in this context.
 
     Args:
         learn: the learner.
@@ -293,11 +293,26 @@ def pass_checked(learn: "Learner", made: tuple[Any, list[nn.Parameter]]) -> Iter
         )
     with _last_batch_checked(learn), _untrained_loss_told(learn), _new_parameters_told(learn, *made):
         yield
-    if learn.iter < 0 and learn.n_ranks == 1:
-        name = "training" if learn.training else "validation"
+    if learn.n_ranks == 1:
+        _check_length(learn, "training" if learn.training else "validation")
+
+
+def _check_length(learn: "Learner", name: str) -> None:
+    """Refuse a loader that gave no batches, and say that one gave more or fewer than its length.
+
+    A fit says it once for each of its loaders. Several ranks do not say it, as they may leave out the end of a stream.
+    """
+    got, n = learn.iter + 1, learn.n_iter
+    if not got:
         once = "; an iterator can be read only once: pass a list, a DataLoader or a class with __iter__"
         is_iterator = hasattr(learn.dl, "__next__")
         raise ValueError(f"the {name} loader gave no batches in epoch {learn.epoch}{once if is_iterator else ''}")
+    is_first = not learn._in_fit or learn.epoch == learn.start_epoch
+    if is_first and n not in (None, got):
+        learn.say(
+            f"the {name} loader gave {got} batches, and its length, by which schedules go, is {n}: is the __len__ of "
+            "the dataset or the sampler right? (A StopIteration in __getitem__ ends a loader, too.)"
+        )
 
 
 @contextmanager

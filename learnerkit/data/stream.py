@@ -433,7 +433,6 @@ def reading(learn: "Learner") -> Iterator[None]:
             position.note_start(loader)
         with seeded_samplers(loader, seed):
             yield
-        _tell_of_length(learn)
     finally:
         learn._batch_index = -1
         if seeds_loader:
@@ -441,18 +440,3 @@ def reading(learn: "Learner") -> Iterator[None]:
         if stream is not None:
             stream.fetching = None
         keep_queues(loader)
-
-
-def _tell_of_length(learn: "Learner") -> None:
-    """Say that a loader has given more or fewer batches than its length, which torch's loop does in silence.
-
-    A fit says it once for each of its loaders. Several ranks do not say it, as they may leave out the end of a stream.
-    """
-    got, n = learn.iter + 1, learn.n_iter
-    is_first = not learn._in_fit or learn.epoch == learn.start_epoch
-    if learn.n_ranks == 1 and is_first and n not in (None, got):
-        which = "training" if learn.training else "validation"
-        learn.say(
-            f"the {which} loader gave {got} batches, and its length, by which schedules go, is {n}: is the __len__ of "
-            "the dataset or the sampler right? (A StopIteration in __getitem__ ends a loader, too.)"
-        )
