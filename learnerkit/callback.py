@@ -200,6 +200,13 @@ _FORMER_EVENTS = {f"begin_{level}": f"before_{level}" for level in LEVELS} | {
 _C = TypeVar("_C", bound=Callback)
 
 
+def is_of(cb: Callback, kind: type) -> bool:
+    """Tell whether a callback is of a class, or of one that a cell of a notebook defined when it ran before."""
+    names = [(base.__module__, base.__qualname__) for base in type(cb).__mro__]
+    is_in_module = "<" not in kind.__qualname__  # classes that a function makes may share one name
+    return isinstance(cb, kind) or (is_in_module and (kind.__module__, kind.__qualname__) in names)
+
+
 def is_ours(hook: Any) -> bool:
     """Tell whether a function or method belongs to this library; a partial, as in `Callback(...)`, never does."""
     return str(hook.__module__).split(".")[0] == __name__.split(".")[0]

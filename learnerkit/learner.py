@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import AdamW, Optimizer
 
 from learnerkit import arguments, distributed, files, optim, parallel, run_state
-from learnerkit.callback import Callback, Dispatch, acts_in_evaluation, describe_loop, kept_flags, running
+from learnerkit.callback import Callback, Dispatch, acts_in_evaluation, describe_loop, is_of, kept_flags, running
 from learnerkit.callbacks.accumulation import GradientAccumulation
 from learnerkit.callbacks.augmentation import BatchTransform
 from learnerkit.callbacks.lr_find import SUGGESTIONS, LRFinder, choice
@@ -1336,8 +1336,8 @@ class Learner(RunState):
         return self
 
     def remove_cb(self, cb: Callback | type[Callback]) -> Learner:
-        """Remove a callback, or every one of a class."""
-        for gone in [c for c in self.cbs if c is cb or (isinstance(cb, type) and isinstance(c, cb))]:
+        """Remove a callback, or every one of a class; in a notebook also those of a class whose cell has run again."""
+        for gone in [c for c in self.cbs if c is cb or (isinstance(cb, type) and is_of(c, cb))]:
             self.cbs.remove(gone)
             if getattr(self, gone.name, None) is gone:
                 delattr(self, gone.name)

@@ -476,6 +476,14 @@ def test_classes_and_instances_can_be_added_and_removed():
     assert learn.cbs[-1] is cb
 
 
+def test_a_class_removes_what_its_cell_defined_before_it_ran_again():
+    first, again = (type("Cell", (Callback,), {}) for _ in range(2))
+    local, other = (type("Local", (Callback,), {"__qualname__": "make.<locals>.Local"}) for _ in range(2))
+    learn = make_learner(cbs=[first(), again(), local()])
+    learn.remove_cbs([again, other])
+    assert [type(cb).__name__ for cb in learn.cbs if isinstance(cb, first | again | local)] == ["Local"]
+
+
 @pytest.mark.parametrize("wrong", [print, 3, "after_batch", nn.Linear, object()])
 def test_what_is_no_callback_is_refused(wrong):
     with pytest.raises(TypeError, match=r"callback"):

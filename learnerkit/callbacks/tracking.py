@@ -211,6 +211,8 @@ class SaveModelCallback(TrackerCallback):
         elif self._best_path is not None and not self.every_epoch:
             self._load_best(self._best_path)
             self.learn.say(f"loaded the best model ({self.monitor} {self.best:.6g}) from {self._best_path}")
+        elif self._rows_with_column and not self.every_epoch:
+            self.learn.say(f"no model was saved: no row has a {self.monitor} better than {self.best}, and NaN never is")
 
     def state_dict(self) -> State:
         """Return the best value, the rows so far, and whether the best model is in its file."""

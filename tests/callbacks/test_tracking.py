@@ -486,13 +486,16 @@ def test_a_best_whose_file_is_gone_is_forgotten_when_a_run_is_resumed(capsys):
 
 
 @pytest.mark.parametrize("values", [[nan, nan], [], [-inf]])
-def test_without_a_best_no_stale_file_is_loaded(values):
+def test_without_a_best_no_stale_file_is_loaded(values, capsys):
     seen, learn = follow(save := SaveModelCallback("score"), [1])
+    capsys.readouterr()
     trained = Follow(TrackerCallback())
     with learn.no_logging():
         learn.fit(len(values), cbs=[Script(values), save, trained])
     assert same_weights(learn.model, trained.weights[-1] if values else seen.weights[0])
     assert same_weights(saved(learn), seen.weights[0])
+    said = "no model was saved: no row has a score better than -inf, and NaN never is\n"
+    assert capsys.readouterr().out == (said if values else "")
 
 
 def test_the_best_of_an_earlier_fit():
