@@ -284,6 +284,7 @@ def test_critic_steps_in_a_ratio_are_those_of_a_plain_loop():
     assert sum(lines) <= 18  # of the training
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2)
 def test_critic_steps_in_a_ratio_on_ranks_are_those_of_a_plain_loop():
     close(weights(wgan().model), weights(plain_wgan(WGAN(), wgan_loaders().train, 0.01)))

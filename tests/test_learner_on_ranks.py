@@ -196,6 +196,7 @@ class OwnLoss(Callback):
         self.learn.yb = (self.target,)
 
 
+@pytest.mark.slow
 def test_a_loss_that_a_callback_sets_counts_its_samples():
     def fit(learn):
         learn.fit(1, cbs=[OwnLoss(), GradientAccumulation(n_batches=2)])

@@ -133,6 +133,7 @@ def test_several_losses_each_with_a_count_of_its_own(extra):
     assert all(p.isfinite().all() for p in learn.model.parameters())
 
 
+@pytest.mark.slow
 def test_an_evaluation_inside_a_batch_leaves_its_losses_alone():
     def validate(cb):
         if cb.training:
@@ -149,6 +150,7 @@ def test_the_guess_that_all_are_means_over_samples_is_wrong_here():
     assert max(gap) > 1e-6
 
 
+@pytest.mark.slow
 def test_several_losses_with_steps_after_the_backward_pass():
     check_equal(Parts, kind=OwnBackward, loss_weight=WEIGHTS, cbs=NotesWeights)
 

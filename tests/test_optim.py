@@ -990,6 +990,7 @@ def test_a_weight_that_two_modules_share_has_both_names():
 DECAYS = [None, 0.2, {"*bias": 0.1, "*": 0.3}, {"3.*": 0.0}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", DECAYS)
 @pytest.mark.parametrize("after", DECAYS)
 def test_state_goes_from_any_groups_of_decays_to_any_others(before, after, tmp_path):

@@ -238,6 +238,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(on, seed, n):
     same(on(n, job, how="resumed"), whole)
 
 
+@pytest.mark.slow
 @seeds
 def test_workers_and_what_is_looked_at_or_saved_change_nothing(on, seed):
     job = draw(seed)

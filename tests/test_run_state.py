@@ -148,6 +148,7 @@ class Scaling(nn.MSELoss):
         return self.scale * super().forward(pred, y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("event", ["before_epoch", "before_train"])
 @pytest.mark.parametrize("act", ACTS.values(), ids=ACTS)
 def test_what_hooks_at_the_start_of_an_epoch_change_is_not_changed_again_in_mid_epoch(act, event):
@@ -240,6 +241,7 @@ def test_a_state_of_another_loss_is_refused_and_changes_nothing():
     assert str(learn.opt.state_dict()) == str(before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["another loss", "its weight"])
 def test_a_run_in_which_a_callback_gives_the_loss_a_weight_goes_on_if_it_has_one_from_the_start(tmp_path, change):
     def give_weight(cb):

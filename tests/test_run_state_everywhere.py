@@ -176,6 +176,7 @@ def test_a_notebooks_workers_hand_all_of_it_back(monkeypatch):
     assert same(facts(whole), facts(learn))
 
 
+@pytest.mark.slow
 def test_processes_that_are_forked_have_all_of_it(capsys):
     """They compute in float64, which none of it could that had stayed as it was."""
     learn = make()

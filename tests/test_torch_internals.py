@@ -139,6 +139,7 @@ def test_a_module_is_compiled_in_place_and_plain_again():
     assert torch.equal(model(torch.zeros(2)), torch_internals.plain_call(model)(torch.zeros(2)))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch 2.10 itself
 def test_the_wrapper_of_the_compiler_is_taken_off():
     model = nn.Linear(2, 2)

@@ -129,6 +129,7 @@ def test_nested_predictions_become_float32_and_integers_stay():
     make_learner(model=Two(), loss_func=loss, cbs=MixedPrecision("bf16")).fit(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", mostly_soak(LOW, "fp16"))
 @pytest.mark.parametrize("event", IN_BATCH)
 @pytest.mark.parametrize("order", mostly_soak([-5, 50], -5))

@@ -335,6 +335,7 @@ def test_a_compiled_model_computes_the_same():
     assert {int(block.norm.num_batches_tracked) for block in compiled.model.blocks} == {10}
 
 
+@pytest.mark.slow
 def test_later_fits_reuse_compiled_code():
     graphs = []
 

@@ -82,6 +82,7 @@ def test_a_cancel_on_one_rank_in_the_first_batches_leaves_no_rank_waiting(at, ev
     assert far(whole, fitted(limit, [SplitBatch(), Cancels(event, error, at, 0)], epochs=1)) < 1e-9
 
 
+@pytest.mark.slow
 def test_a_larger_batch_late_in_an_epoch_is_cut_on_its_rank_and_all_agree_in_the_next():
     class Grows(Callback):
         def before_batch(self):
@@ -114,6 +115,7 @@ def test_a_larger_batch_late_in_an_epoch_is_cut_on_its_rank_and_all_agree_in_the
         assert len({*distributed.all_gather(split.split_batch.parts)}) == 1
 
 
+@pytest.mark.slow
 def test_after_a_rank_alone_has_cut_a_batch_late_in_a_fit_another_fit_begins():
     class Late(Limit):
         def _check(self, module, rows):

@@ -297,6 +297,7 @@ class Tallies(Callback):
         self.counts[self.train_iter] += 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make_counts", [torch.zeros, np.zeros, lambda n: [0] * n], ids=["tensor", "array", "list"])
 def test_a_large_argument_that_a_fit_changes_comes_back(make_counts, tmp_path):
     def run(*cbs):
@@ -1304,6 +1305,7 @@ def harm(checkpoint, file):
         path.write_bytes(path.read_bytes()[:-1] + b"!")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", ["manifest.json", "model.safetensors"])
 def test_where_all_checkpoints_of_a_fit_are_damaged_it_goes_on_from_the_end_of_the_one_before(file, tmp_path):
     def train(resume=False, at=0):

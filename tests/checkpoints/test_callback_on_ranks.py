@@ -70,6 +70,7 @@ def test_a_fit_of_more_steps_continues_inside_the_epoch(tmp_path):
     assert different(*found) == []
 
 
+@pytest.mark.slow
 def test_weights_of_classes_give_the_same_bits(tmp_path):
     dls = lambda: DataLoaders.from_datasets(make_classes(24), bs=4, device="cpu")  # noqa: E731
     parts = lambda: {"model": make_model(n_out=3), "loss_func": nn.CrossEntropyLoss(torch.tensor([0.2, 1, 3]))}  # noqa: E731
@@ -78,6 +79,7 @@ def test_weights_of_classes_give_the_same_bits(tmp_path):
     assert different(weights(whole.model), weights(again.model)) == []
 
 
+@pytest.mark.slow
 def test_batches_in_parts_give_the_same_bits(tmp_path):
     dls = lambda: DataLoaders.from_datasets(make_data(13), bs=5, device="cpu")  # noqa: E731
     options = {"split_batches": True}
@@ -86,6 +88,7 @@ def test_batches_in_parts_give_the_same_bits(tmp_path):
     assert different(weights(whole.model), weights(again.model)) == []
 
 
+@pytest.mark.slow
 def test_after_the_batch_that_ends_the_training_of_an_epoch_nothing_is_saved_in_it(tmp_path):
     dls = lambda: DataLoaders.from_datasets(make_data(24), bs=4, device="cpu")  # noqa: E731
     for ranks in ({0, 1, 2}, {1}):  # who cancels, after step 4
@@ -111,6 +114,7 @@ class NoisyGradients(Callback):
             hook.remove()
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("views", [False, True], ids=["copies", "views"])
 def test_sums_over_three_ranks_give_the_same_bits(tmp_path, views):

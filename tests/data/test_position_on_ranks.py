@@ -90,6 +90,7 @@ def test_t8_ranks_go_on_as_they_are_and_in_another_number(sampler, workers, spli
             assert samples(again, last) == alone(one, last)
 
 
+@pytest.mark.slow
 def test_a_loader_that_a_callback_puts_in_place_goes_on():
     def made():
         dls = make_dls("shuffled", "no workers")
@@ -171,6 +172,7 @@ def test_t9_a_stream_of_batches_with_a_state_goes_on_at_its_place(split):
     assert fit(made, Log(), stopped.state, distributed=how).seen == whole.seen[stopped.count :]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [26, pytest.param(28, marks=pytest.mark.slow)])  # the last batch is a short or a full one
 @pytest.mark.parametrize("empties", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_run_goes_on_behind_the_last_batch_of_a_stream_with_a_state(n, empties):

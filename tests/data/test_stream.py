@@ -191,6 +191,7 @@ def test_worker_init_fn_edits_the_users_dataset(reproducible):
         assert data.offset == 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("reproducible")
 def test_reproducible_augmentation_depends_on_seed_epoch_and_sample_alone():
     def by_sample(seen, epoch):

@@ -228,6 +228,7 @@ def test_detectors_on_ranks_equal_one_process_by_what_their_losses_average_over(
     assert "positives" not in columns
 
 
+@pytest.mark.slow
 def test_losses_that_are_means_over_positives_are_told_where_nothing_is_said(trained):
     (guess, *_, told), *others = trained[2, "nothing"]
     assert "classification + bbox_regression + bbox_ctrness is taken for a mean over samples" in told[0]

@@ -73,6 +73,7 @@ def test_blocks_of_a_resnet_of_torchvision_are_layers():
     assert found["layer2.0.downsample.0.weight"] == found["layer2.0.conv1.weight"] == 0.5**6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["vit_tiny_patch16_224", "resnet10t", "convnext_atto", "swin_tiny_patch4_window7_224"],
 )  # fmt: skip

@@ -34,6 +34,7 @@ def test_a_program_takes_texts_of_any_length():
         torch.testing.assert_close(program.predict(text).pred, learn.predict(text).pred)
 
 
+@pytest.mark.slow
 def test_a_program_that_is_traced_from_single_tokens_takes_texts_of_any_length():
     data = TextData.from_texts(["cat", "dog bird", "", ""], ["a", "b", "a", "b"], valid=[2, 3])
     stream = make_stream()

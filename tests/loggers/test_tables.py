@@ -241,6 +241,7 @@ def content(folder):
     return [without_time(part) for part in (*found[0], *found[1], table(folder / "history.csv"))]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:not as in the checkpoint")
 @pytest.mark.parametrize(
     "steps", [pytest.param((5, 12), id="few"), pytest.param(range(1, 21, 2), id="many", marks=pytest.mark.soak)]

@@ -181,6 +181,7 @@ def test_of_two_cancels_of_a_rank_the_stronger_one_counts():
     check_after(learn, took=took)
 
 
+@pytest.mark.slow
 @on_ranks
 @pytest.mark.parametrize(
     "event",
@@ -242,6 +243,7 @@ def test_a_cancel_before_a_collective_of_the_users_own_ends_well(kind, event, la
     check_after(learn, took=took, alike=error is None)
 
 
+@pytest.mark.slow
 @on_ranks
 @pytest.mark.parametrize("training", mostly_slow([True, False], True), ids=["in a group of batches", "in validation"])
 def test_a_cancel_before_a_collective_ends_well_after_a_batch_without_a_step(training):
@@ -348,6 +350,7 @@ def test_the_part_of_a_rank_that_leaves_its_batch_weighs_nothing(kind, event, or
     leaves(kind, event, by_hand(steps), order)
 
 
+@pytest.mark.slow
 @on_ranks
 @cases((CancelBatchException, ["after_backward", "before_step", "after_step"]), (CancelStepException, ["before_step"]))
 def test_gradients_that_are_reduced_before_the_cancel_are_stepped(kind, event, order):
@@ -504,6 +507,7 @@ class Accumulate(Callback):
             raise CancelBatchException
 
 
+@pytest.mark.slow
 @on_ranks
 @pytest.mark.parametrize(
     "options", [
@@ -559,6 +563,7 @@ def test_gradients_that_one_rank_alone_has_before_a_fit_keep_no_other_rank_waiti
     check_after(learn, took=took)
 
 
+@pytest.mark.slow
 @on_ranks
 @pytest.mark.parametrize("unused", mostly_slow([None, True], None))
 def test_gradients_that_are_kept_from_one_fit_to_the_next_count_once(unused):
@@ -600,6 +605,7 @@ def test_other_callbacks_go_on_with_what_a_cancel_has_stopped_on_one_rank(kind, 
     assert_equals_alone(lambda: make_learner([Do(event, throw(kind()), ranks=everyone), Clip()]), epochs=2)
 
 
+@pytest.mark.slow
 @on_ranks
 @before_the_step
 def test_a_rank_that_cancels_before_a_step_comes_to_the_collectives_before_it(kind, event):
@@ -620,6 +626,7 @@ def test_a_rank_that_cancels_before_a_step_comes_to_the_collectives_before_it(ki
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 @on_ranks
 def test_ranks_that_cancel_a_step_in_other_ways_go_on_together():
     cbs = [Do("before_step", throw(CancelStepException())), Do("after_backward", throw(CancelBatchException()), (0,))]
@@ -637,6 +644,7 @@ class StepsTogether(Learner):
         super()._step()
 
 
+@pytest.mark.slow
 @on_ranks
 def test_a_rank_that_cancels_a_step_comes_to_the_collectives_in_it():
     learn = make_learner(Do("before_step", throw(CancelStepException())))
@@ -662,6 +670,7 @@ def test_a_batch_that_all_ranks_with_data_cancel_trains_a_rank_without_data_alik
         check_after(learn, took=took)
 
 
+@pytest.mark.slow
 @on_ranks
 def test_a_rank_that_cancels_its_backward_pass_beside_others_that_count_nothing_steps_as_they_do():
     leave, ignore = Do("before_backward", throw(CancelBackwardException())), Callback(before_batch=count_nothing)
@@ -680,6 +689,7 @@ def meet_now(cb):
     distributed.reduce(1)
 
 
+@pytest.mark.slow
 @on_ranks
 def test_a_rank_that_cancels_in_after_backward_comes_to_the_collectives_there():
     for kind in (CancelBatchException, CancelBackwardException):
@@ -689,6 +699,7 @@ def test_a_rank_that_cancels_in_after_backward_comes_to_the_collectives_there():
         check_after(learn, took=took)
 
 
+@pytest.mark.slow
 @on_ranks
 def test_a_rank_that_cancels_in_after_backward_takes_its_step_beside_others_that_leave_the_batch():
     for more in ([], [Callback(before_step=meet_now)], [Do("before_step", throw(CancelStepException()))]):
@@ -731,6 +742,7 @@ def test_a_rank_that_leaves_before_the_others_have_begun_to_train_trains_the_nex
     check_after(learn, took=took)
 
 
+@pytest.mark.slow
 @on_ranks
 @kinds(CancelFitException, CancelEpochException)
 @pytest.mark.parametrize("event", mostly_slow(["after_train", "before_epoch", "after_epoch"], "after_train"))
@@ -747,6 +759,7 @@ def test_hooks_that_other_ranks_have_called_are_called_where_a_cancel_has_stoppe
         check_after(learn, took=took)
 
 
+@pytest.mark.slow
 @on_ranks
 def test_a_second_cancel_at_an_event_changes_nothing():
     heard = []
@@ -789,6 +802,7 @@ def test_batches_without_a_step_ask_no_other_rank(monkeypatch):
     assert (error, asked) == (None, [])
 
 
+@pytest.mark.slow
 @on_ranks
 def test_a_rank_that_cancels_before_the_end_of_after_backward_takes_no_step_that_is_not_due():
     accumulate, everyone = GradientAccumulation(n_batches=2), tuple(range(N))

@@ -135,6 +135,7 @@ def test_a_learner_with_passes_of_its_own_says_so_and_equals_one_process(cls, re
     check_equals_one("Deferred", f"{cls.__name__} has a {seam} of its own", cls=cls, reduction=reduction, lr=lr)
 
 
+@pytest.mark.slow
 def test_accumulation_is_refused_with_passes_of_the_learners_own_unless_it_is_switched_off():
     accumulate = GradientAccumulation(n_batches=2)
     with raises(ValueError, "cannot weigh the batches of a learner with a _backward of its own"):
@@ -224,6 +225,7 @@ def test_a_pass_of_a_callback_after_the_losss_is_averaged_before_it_clips():
     check_equals_one("Overlapped", cbs=Callback(before_step=late))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [{}, {"before_step": late}], ids=["plain", "with a callback's pass"])
 def test_layers_that_are_frozen_in_an_epoch_are_averaged_after_the_pass_from_then_on(more):
     held = []

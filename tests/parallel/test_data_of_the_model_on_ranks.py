@@ -169,6 +169,7 @@ class NoteLosses(Callback):
             self.drawn.append(places.tolist())
 
 
+@pytest.mark.slow
 def test_a_sampler_that_goes_by_the_losses_draws_as_on_one_process():
     found = []
     for options in ({}, {"split_batches": True}):

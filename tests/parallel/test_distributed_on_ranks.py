@@ -221,6 +221,7 @@ def test_data_that_are_not_the_same_on_all_ranks_are_told_once(kind):
     assert warned == [0, distributed.is_main()]
 
 
+@pytest.mark.slow
 def test_a_callback_that_was_made_otherwise_on_another_rank_is_named_at_once():
     class Mine(Callback):
         def __init__(self, every):

@@ -71,6 +71,7 @@ def test_a_loss_over_the_samples_of_all_ranks_trains_as_on_one_process(n, option
     assert learn.recorder.values[-1][0] == pytest.approx(expected.recorder.values[-1][0], rel=1e-9)
 
 
+@pytest.mark.slow
 def test_steps_of_several_batches_gather_in_each():
     def steps():
         return [GradientAccumulation(n_batches=2)]
@@ -94,6 +95,7 @@ class Centred(nn.Module):
         return loss
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2, slow=[3])
 @pytest.mark.parametrize("options", [{}, {"shard": True}, {"find_unused_parameters": True}], ids=str)
 def test_a_rank_without_samples_takes_part_in_what_a_loss_gathers_without_gradients(options):

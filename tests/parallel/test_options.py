@@ -240,6 +240,7 @@ class Thaw(Callback):
         model.with_spare = True
 
 
+@pytest.mark.slow
 def test_parameters_may_be_frozen_between_epochs():
     alone, _ = trained(Branches(), 3, Thaw(), alone=True)
     expected = weights(alone)

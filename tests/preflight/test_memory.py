@@ -105,6 +105,7 @@ def test_what_is_switched_off_does_not_count_and_is_advised(capsys):
     assert "learn.to_bf16()" in text
 
 
+@pytest.mark.slow
 def test_a_model_that_nothing_makes_fit_is_told(capsys):
     assert "nothing that is known makes it fit" in said(capsys, learner(nn.Linear(64, 64)), False, 1000)[1]
     wide = learner(nn.Sequential(nn.Linear(64, 5000), nn.Linear(5000, 64)), bs=2)

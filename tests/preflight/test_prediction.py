@@ -218,6 +218,7 @@ def plain():
     return predict_memory(conv())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cb", [GradientAccumulation(n_batches=2), MixedPrecision("bf16"), ActivationCheckpointing()], ids=repr
 )

@@ -302,6 +302,7 @@ def own_loss(penalty):
     return Learner(dls, OwnLoss(penalty), opt_func=torch.optim.SGD, lr=0.1)
 
 
+@pytest.mark.slow
 def test_a_models_own_loss_over_tokens_is_counted_and_arguments_of_ddp_are_passed_on(capsys):
     learn = own_loss(0.0)
     learn.model.unused = nn.Linear(4, 3)

@@ -133,6 +133,7 @@ def test_a_size_that_leaves_one_sample_over_is_tried_with_batch_norm(memory):
     assert list(found.tried) == [5, 10, 12]
 
 
+@pytest.mark.slow
 def test_the_accumulation_and_the_rate_are_those_of_the_effective_batch(memory, capsys):
     learn = wide(train=24, valid=None, lr=0.1)
     found = learn.find_batch_size(bs=1000)

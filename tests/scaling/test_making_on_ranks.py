@@ -97,6 +97,7 @@ def test_slow_links_are_no_slow_rank_and_what_helps_is_found():
     assert distributed.same_everywhere(report.to_json())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("event", "error"),
     [
@@ -117,6 +118,7 @@ def test_steps_without_the_network_may_be_cancelled(event, error):
         assert pace(learn, 4, network=False).seconds > 0
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:comm_hook='bf16' rounds the gradients")
 def test_what_is_sent_is_what_the_hook_leaves():
     learn = make_learner()

@@ -56,6 +56,7 @@ def accumulated(n=4):
 # The estimate
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", mostly_slow(["parts", "uneven parts", "cut"], "uneven parts"))
 @pytest.mark.parametrize("loss", ["mean", pytest.param("weighted", marks=pytest.mark.soak)])
 def test_it_is_that_of_single_samples(how, loss):
@@ -289,6 +290,7 @@ def test_it_says_so_if_nothing_was_measured(capsys):
     assert "noise" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_measures_what_it_would_have(tmp_path):
     class _Stop(Callback):
         order = 20_000

@@ -142,6 +142,7 @@ def test_training_goes_on_as_without():
     assert torch.equal(trained([]), trained([GradientNoiseScale(every=1)]))
 
 
+@pytest.mark.slow
 def test_options_that_change_gradients_are_refused():
     for context, cbs, match in (
         ({"wrap": ("0",)}, [], "has wrap="),

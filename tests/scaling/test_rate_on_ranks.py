@@ -64,6 +64,7 @@ def test_a_step_is_said_once_by_rank_0(name, split):
     assert out == (f"{text} = {step} samples a step\n" if distributed.is_main() else "")
 
 
+@pytest.mark.slow
 def test_rates_are_those_of_the_whole_step():
     n, found = distributed.world_size(), {}
     for split in (False, True):
