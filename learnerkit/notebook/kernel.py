@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from learnerkit import distributed, torch_internals
+from learnerkit import arguments, distributed, torch_internals
 from learnerkit.endings import ExceptionReport
 from learnerkit.launch.environment import Topology, rank_environment
 from learnerkit.notebook import settings, transfer
@@ -164,6 +164,7 @@ class Workers:
         self._store: dist.Store | None = None
         self._random_states: tuple | None = None  # the random states that the last call has left
         self._stops, self._stop_sent = 0, False
+        self._thread: int | None = None  # the thread whose call goes on
         self._deadline = float("inf")  # the time at which workers that have not ended the call are killed
 
     def __reduce__(self) -> tuple:
@@ -240,9 +241,18 @@ class Workers:
         Raises:
             TypeError: an object cannot be sent.
             Exception: the first error of a worker; its cause shows the traceback there.
-            RuntimeError: a worker died, or did not end the call.
+            RuntimeError: a worker died, or did not end the call; or another thread's call goes on.
             KeyboardInterrupt: Ctrl-C or the Stop button.
         """
+        __tracebackhide__ = True
+        arguments.check_thread(self.learn, self._thread, method.__name__)
+        self._thread = threading.get_ident()
+        try:
+            return self._call(method, args, kwargs)
+        finally:
+            self._thread = None
+
+    def _call(self, method: Callable, args: tuple, kwargs: dict) -> Any:
         __tracebackhide__ = True
         if not self._processes:
             self._start()

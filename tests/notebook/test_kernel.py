@@ -787,6 +787,33 @@ make_learner().fit(1, cbs=Bad())
 
 
 @pytest.mark.soak
+def test_a_call_while_that_of_another_thread_goes_on_is_refused_and_disturbs_nothing(kernel):
+    shown = kernel.run("""
+learn, refused = make_learner(), []
+def fit_again():
+    try:
+        learn.fit(1)
+    except RuntimeError as e:
+        refused.append(str(e))
+def log(row):
+    if not refused:
+        thread = threading.Thread(target=fit_again)
+        thread.start()
+        thread.join()
+learn.logger = log
+with learn.distrib_ctx(nproc=2):
+    learn.fit(2)
+    thread = threading.Thread(target=learn.validate)
+    thread.start()
+    thread.join()
+print(refused, learn.n_epoch)
+""")
+    assert shown.error == "", shown.traceback
+    assert "fit was called while 'a run' of the same learner goes on in another thread" in shown.text
+    assert shown.text.rstrip().endswith("] 2")
+
+
+@pytest.mark.soak
 def test_a_killed_worker_is_named(kernel):
     shown = kernel.run("""
 class Dies(Callback):
