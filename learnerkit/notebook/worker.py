@@ -5,6 +5,7 @@ not reach it. It ends with the kernel, and its loader workers with it. Between t
 process group: the learner lives in the kernel.
 """
 
+import bdb
 import builtins
 import faulthandler
 import gc
@@ -179,6 +180,9 @@ class _CellStream(io.RawIOBase):
 
 
 def _describe_failure(error: BaseException) -> tuple[ExceptionReport, bytes]:
+    if isinstance(error, bdb.BdbQuit):  # IPython would end the cell without a word
+        told = RuntimeError("breakpoint() finds no input in a notebook's process: debug outside of distrib_ctx")
+        error = told.with_traceback(error.__traceback__)
     text, pickled = f"{type(error).__name__}: {error}", pickling.dump_error(error)
     report = ExceptionReport(time.monotonic(), None, text, user_traceback(error), ending=ending_of(error))
     # Frames hold the iterators of loaders. Without them, the loaders' processes end at once.

@@ -814,6 +814,18 @@ print(refused, learn.n_epoch)
 
 
 @pytest.mark.soak
+def test_a_breakpoint_in_a_worker_is_an_error(kernel):
+    shown = kernel.run("""
+learn = make_learner(cbs=Callback(before_batch=lambda cb: breakpoint()))
+with learn.distrib_ctx(nproc=2):
+    learn.fit(1)
+""")
+    assert shown.error == "RuntimeError", shown
+    assert "breakpoint() finds no input in a notebook's process" in shown.traceback
+    assert "lambda cb: breakpoint()" in shown.traceback
+
+
+@pytest.mark.soak
 def test_a_killed_worker_is_named(kernel):
     shown = kernel.run("""
 class Dies(Callback):
