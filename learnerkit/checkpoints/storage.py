@@ -40,7 +40,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -524,7 +524,7 @@ def _renamed(folder: Path, name: str) -> Path:
 
 
 class Lock:
-    """The lock on a run's directory, which one process holds at a time, among those of all machines that see it.
+    """The lock on a run's directory, which one run holds at a time, among those of all machines that see it.
 
     It is a POSIX record lock, which the system frees when the process ends, however it ends. A lock of `flock` would
     stay with loader workers that outlive a killed process, as forks share it. Without locks in the file system, or
@@ -533,6 +533,10 @@ class Lock:
     Args:
         folder: the directory.
     """
+
+    # The files that this process has locked. The system does not keep its threads apart, and would take a lock away
+    # when another thread closes the same file.
+    _held: ClassVar[set[tuple[int, int]]] = set()
 
     def __init__(self, folder: Path) -> None:
         self._path: Any = folder / _LOCK
@@ -543,7 +547,7 @@ class Lock:
         """Acquire the lock, for all ranks.
 
         Raises:
-            CheckpointError: on all ranks: another process holds it.
+            CheckpointError: on all ranks: another run holds it.
         """
         _agree(self._acquire if distributed.is_main() else lambda: None)
 
@@ -568,15 +572,18 @@ class Lock:
         """Check that this run still holds the lock; one of the system stays with its process."""
 
     def _try(self) -> bool:
-        """Try to acquire the lock; return False if another process holds it."""
+        """Try to acquire the lock; return False if another run holds it."""
         opened = -1
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
+            if self._path.exists() and _identity(self._path.stat()) in self._held:
+                return False
             opened = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
             fcntl.lockf(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not os.fstat(opened).st_nlink:  # the process that held the lock has removed the file in the meantime
                 raise BlockingIOError
             self._opened = opened
+            self._held.add(_identity(os.fstat(opened)))
             os.ftruncate(opened, 0)
             os.write(opened, _who().encode())
         except OSError as e:
@@ -591,6 +598,7 @@ class Lock:
             with suppress(OSError):
                 if os.fstat(self._opened).st_nlink:
                     self._path.unlink()
+            self._held.discard(_identity(os.fstat(self._opened)))
             os.close(self._opened)
             self._opened = -1
 
@@ -650,6 +658,10 @@ class StoreLock(Lock):
         with suppress(OSError):
             if self._read() == self._mine:
                 remove(self._path)
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
 
 
 def _who() -> str:

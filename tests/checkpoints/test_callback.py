@@ -12,6 +12,7 @@ import stat
 import threading
 import warnings
 from collections import Counter, defaultdict, deque, namedtuple
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from enum import IntEnum
@@ -1165,6 +1166,27 @@ def test_a_directory_is_for_one_process_until_that_ends_whatever_it_leaves_behin
     finally:
         os.kill(left, signal.SIGKILL)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["ends", "fit0-epoch0-step2-done", "latest"]
+
+
+def test_a_directory_is_for_one_run_of_a_process_at_a_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(storage, "_DYING", 0.2)
+    said = f"{tmp_path} is in use by process {os.getpid()} on"
+
+    def fit(cb):
+        other = make_learner(cbs=CheckpointCallback(tmp_path, resume=True, save_on_signal=False))
+        with other.no_logging(), pytest.raises(CheckpointError, match=said):
+            other.fit(1)
+
+    def fit_in_a_thread(cb):
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(fit, cb).result(timeout=60)
+        assert len(list(tmp_path.glob(".learnerkit.lock"))) == 1
+
+    learn = make_learner(cbs=CheckpointCallback(tmp_path, every=1, resume=True))
+    with learn.no_logging():
+        learn.fit(1, cbs=Callback(before_train=fit_in_a_thread, after_train=fit))
+        learn.fit(1)
+    assert list(tmp_path.glob(".learnerkit.lock")) == []
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP])
