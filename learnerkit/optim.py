@@ -162,9 +162,10 @@ def state_dict_of(opt: Any) -> dict[str, Any]:
 def check_states(opts: Iterable[Optimizer]) -> None:
     """Refuse optimizers with a state of another form than torch's, from which `load_state` could not go on."""
     for opt in opts:
-        if "param_groups" not in (state := opt.state_dict()):
+        state = opt.state_dict()
+        if lacks := [name for name in ("param_groups", "state") if name not in state]:
             raise ValueError(
-                f"{type(opt).__name__}.state_dict() has {first_few(map(repr, state))}, but no 'param_groups', so a "
+                f"{type(opt).__name__}.state_dict() has {first_few(map(repr, state))}, but no {lacks[0]!r}, so a "
                 "run could not go on from its checkpoints: give the optimizer a state_dict and a load_state_dict in "
                 "the form of torch's, or leave CheckpointCallback out"
             )

@@ -887,9 +887,19 @@ class OfItsOwnForm(Outer):
         return {"own": {}, "inner": self.inner.state_dict()}
 
 
-def test_an_optimizer_whose_state_could_not_be_loaded_is_refused(tmp_path):
-    learn = make_learner(opt_func=OfItsOwnForm, cbs=CheckpointCallback(tmp_path / "run"))
-    with pytest.raises(ValueError, match=r"has 'own', 'inner', but no 'param_groups'"):
+class WithTwoStates(Outer):
+    def state_dict(self):
+        return {"slow": {}, "fast": self.inner.state, "param_groups": []}
+
+
+@pytest.mark.parametrize(
+    ("kind", "has"),
+    [(OfItsOwnForm, "'own', 'inner', but no 'param_groups'"),
+     (WithTwoStates, "'slow', 'fast', 'param_groups', but no 'state'")],
+)  # fmt: skip
+def test_an_optimizer_whose_state_could_not_be_loaded_is_refused(kind, has, tmp_path):
+    learn = make_learner(opt_func=kind, cbs=CheckpointCallback(tmp_path / "run"))
+    with pytest.raises(ValueError, match=f"has {has}, so a run could not go on from its checkpoints"):
         learn.fit(1)
     assert not (tmp_path / "run").exists()
 
