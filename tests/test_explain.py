@@ -7,12 +7,13 @@ import weakref
 
 import pytest
 import torch
-from helpers import notes
+from helpers import make_learner, notes, same_weights
 from torch import nn
 from torch.nn import functional as F
+from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from learnerkit import AccumMetric, Callback, DataLoaders, Learner, distributed
+from learnerkit import EMA, AccumMetric, Callback, DataLoaders, Learner, distributed
 from learnerkit.distributed import PeerError
 from learnerkit.explain import mends
 
@@ -373,6 +374,33 @@ def test_no_values_of_a_device_are_read():
         is_cpu = False
 
     assert mends._range(torch.ones(3).as_subclass(OnDevice)) is None
+
+
+class Around(SGD):
+    """Goes around another optimizer without a call of Optimizer.__init__, as optimizers of some packages do."""
+
+    def __init__(self, params, lr):
+        self.inner = SGD(params, lr)
+        self.defaults, self.param_groups, self.state = self.inner.defaults, self.inner.param_groups, self.inner.state
+
+    def step(self, closure=None):
+        return self.inner.step()
+
+
+def hooked(params, lr):
+    opt = Around(params, lr)
+    Optimizer.__setstate__(opt, {})
+    return opt
+
+
+def test_an_optimizer_without_the_hooks_of_torchs_gets_them_by_the_advice():
+    with pytest.raises(AttributeError, match="hooks") as e:
+        make_learner(opt_func=Around).fit(1, cbs=EMA())
+    assert any("call torch.optim.Optimizer.__setstate__(opt, {})" in note for note in notes(e.value))
+    learn, plain = (make_learner(opt_func=opt_func, lr=0.1) for opt_func in (hooked, SGD))
+    learn.fit(1, cbs=EMA())
+    plain.fit(1, cbs=EMA())
+    assert same_weights(learn.model, plain.model)
 
 
 def test_an_error_that_the_user_raises_speaks_for_itself():

@@ -45,6 +45,11 @@ def _of_attribute(learn: "Learner", obj: Any, name: str) -> str:
             "learn.opt is a plain torch optimizer: `for group in self.opt.param_groups: group['lr'] = 0.1`; a schedule "
             "of any hyper-parameter is ParamScheduler({'lr': SchedCos(0.1, 0)})"
         )
+    if isinstance(obj, Optimizer) and name.endswith("_hooks"):
+        return (
+            f"{type(obj).__name__} has not called Optimizer.__init__, so it lacks the hooks by which others hear of "
+            "its steps: after it is made call torch.optim.Optimizer.__setstate__(opt, {}), which makes them"
+        )
     if isinstance(obj, DataLoader | DataLoaders) and name in _OF_LOADERS:
         return f"these are torch's loaders: write {_OF_LOADERS[name]}"
     if type(obj) is float and hasattr(Tensor, name):
