@@ -671,8 +671,8 @@ class Recorder(Callback):
         if "_train" in vars(self):  # Otherwise nothing has run here, and no epoch goes on.
             self._train.load_ranks([rank["train"] for rank in ranks], counted)
             if not self._train.is_whole:
-                say = self.learn.say
-                say(f"training metrics of epoch {self.learn.epoch} are nan: it began on another number of processes")
+                epoch = self.learn.epoch
+                self.learn.say(f"training metrics of epoch {epoch} are nan: it began on another number of processes")
         self.logged = {}
         for name, values in (item for rank in ranks if counted for item in rank["logged"].items()):
             self.logged.setdefault(name, WeighedScalars()).extend(**values)
@@ -709,8 +709,6 @@ class Recorder(Callback):
         Raises:
             ImportError: matplotlib is not installed.
         """
-        if not distributed.is_main():
-            return None
         if ax is None:
             ax = pyplot("plot_loss").subplots()[1]
         losses: list[float] = []
@@ -746,8 +744,6 @@ class Recorder(Callback):
             ImportError: matplotlib is not installed.
             ValueError: a name that was not scheduled.
         """
-        if not distributed.is_main():
-            return None
         hps = self.hps or {"lr": self.lrs}
         keys = listify(keys) or list(hps)
         for key in keys:
@@ -770,8 +766,6 @@ class Recorder(Callback):
             ImportError: matplotlib is not installed.
             ValueError: there is no row yet.
         """
-        if not distributed.is_main():
-            return None
         if not self._table:
             raise ValueError("the table has no rows yet: plot_metrics shows those of the last fit")
         by_title = defaultdict[str, list[str]](list)
@@ -800,8 +794,6 @@ class Recorder(Callback):
             ImportError: matplotlib is not installed.
             ValueError: `lr_find` has not run.
         """
-        if not distributed.is_main():
-            return None
         if self.lr_find_curve is None:
             raise ValueError("there is no curve to plot: call learn.lr_find() first")
         return plot_lr_find(*self.lr_find_curve, ax=ax)
