@@ -1,6 +1,6 @@
 """Batches in parts, of a sharded model: all ranks make the same number of passes, also after an error."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class ShardedBatches(Batches):
-    """Computes the training batches of a sharded model, whole or in parts.
+    """Computes the training batches of a sharded model, whole or in parts: the gradient of the learner's steps.
 
     The ranks gather each unit together, and so make the same passes. Before each batch they agree on the number of its
     parts. Predictions and the loss come from passes without gradients, in which each rank is free; then all ranks make
@@ -38,9 +38,10 @@ class ShardedBatches(Batches):
     def __init__(self, cb: "SplitBatch", params: list[Tensor]) -> None:
         super().__init__(cb, params)
         learn = self.learn
-        inner: Any = learn._gradient
-        self._inner: Sharded = inner.inner if isinstance(inner, _InParts) else inner
-        learn._gradient = _InParts(self._inner, self)
+        given: Any = learn._gradient
+        self._inner: Sharded = given._inner if isinstance(given, ShardedBatches) else given  # runs one pass
+        learn._gradient = self
+        self.mean = self._inner.mean
         self._shards = self._inner.shards
         self._is_taken = False  # whether this object computes the current batch
         self._is_careful = False  # whether the current batch may run out of memory
@@ -81,6 +82,15 @@ class ShardedBatches(Batches):
         total = self._total
         return None if total is None else total.detach().clone().requires_grad_(), self._ends
 
+    @property
+    def is_inside(self) -> bool:
+        """Tell whether a forward pass with gradients has begun, and not ended."""
+        return self._inner.is_inside
+
+    def detach(self) -> None:
+        """Take the hooks off the units."""
+        self._inner.detach()
+
     # The passes with gradients
 
     @collective
@@ -98,7 +108,7 @@ class ShardedBatches(Batches):
         self._shards.end_votes()
         ways = self._factors() if has_data else (None, [])
         inner.forget_calls()
-        inner.compares, mean = False, inner.mean
+        inner.compares, mean = False, self.mean
         before = mean.begun, mean.expected, mean.counted
         grads = [p.grad for p in self.params]
         try:
@@ -239,25 +249,3 @@ class ShardedBatches(Batches):
         learn.loss = None
         learn.loss_grad = None
         self._own["_forward"]()
-
-
-class _InParts:
-    """The object that computes gradients for the learner, in parts, of a sharded model.
-
-    Args:
-        inner: computes the gradients of one pass.
-        batches: runs the passes.
-    """
-
-    def __init__(self, inner: "Sharded", batches: ShardedBatches) -> None:
-        self.inner, self.mean = inner, inner.mean
-        self.backward: Callable[[], None] = batches.backward
-
-    @property
-    def is_inside(self) -> bool:
-        """Tell whether a forward pass with gradients has begun, and not ended."""
-        return self.inner.is_inside
-
-    def detach(self) -> None:
-        """Take the hooks off the units."""
-        self.inner.detach()
