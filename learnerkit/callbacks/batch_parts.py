@@ -56,6 +56,7 @@ class Batches:
         cut: those parts.
         size: the number of elements in its inputs; a smaller batch fits if this one does.
         rows: its number of samples.
+        buffers: the buffers that a try may change; none in evaluation.
     """
 
     def __init__(self, cb: "SplitBatch", params: list[Tensor]) -> None:
@@ -64,7 +65,7 @@ class Batches:
         self.params = params
         self._is_open = False
         beside = [loss] if isinstance(loss := self.learn.loss_func, nn.Module) else []
-        self._buffers = BuffersKept([unwrap(self.learn.model), *beside]) if params else None
+        self.buffers = BuffersKept([unwrap(self.learn.model), *beside] if params else [])
         attributes = vars(self.learn)
         # An outer batch may have replaced methods, too.
         self._replaced = {name: attributes[name] for name in _SEAMS if name in attributes}
@@ -91,9 +92,8 @@ class Batches:
         self._ways: list[tuple[Tensor, _Way]] = []  # predictions, with how they are joined
         self._linked: list[Tensor] = []  # the parameters on which the loop's loss depends
         self._linked_by_outputs: list[Tensor] = []  # the parameters on which its predictions depend
-        self._xb: Any = None  # the batch's inputs and targets, and their versions
-        self._yb: Any = None
-        self._versions_of_inputs = self._versions_of_targets = list[tuple[int, int]]()
+        self._inputs: Any = (None, [])  # the batch's inputs, and their versions
+        self._targets: Any = (None, [])
         self._leaves: dict[Tensor, Tensor] = {}  # leaves in place of inputs and targets that need gradients
 
     def begin(self) -> None:
@@ -115,15 +115,6 @@ class Batches:
                 names = self._numbers[0]
                 self.learn.output = {n: _weighed([each[n] for each in self._numbers], self._shares) for n in names}
             self._forget()
-
-    @property
-    def size_of_part(self) -> int:
-        """The size of the largest part."""
-        return -(-self.size * max(part.rows for part in self.cut) // self.rows)
-
-    def changed_buffers(self) -> list[dict[str, Any]]:
-        """Return the buffer tables of the modules whose buffers the passes over the parts have changed."""
-        return self._buffers.changed() if self._buffers is not None else []
 
     # The learner's methods
 
@@ -155,9 +146,7 @@ class Batches:
     def _note_batch(self) -> None:
         learn = self.learn
         self.rows = learn.batch_size
-        self._xb = learn.xb
-        self._yb = learn.yb
-        self._versions_of_inputs, self._versions_of_targets = _versions(learn.xb), _versions(learn.yb)
+        self._inputs, self._targets = ((x, _versions(x)) for x in (learn.xb, learn.yb))
 
     def _loss(self) -> None:
         learn, own = self.learn, self._own["_loss"]
@@ -173,10 +162,8 @@ class Batches:
 
     def _is_changed(self) -> bool:
         """Tell whether a callback has changed the predictions, or the targets."""
-        learn = self.learn
-        if _versions(learn.pred) != self._given or learn.yb is not self._yb:
-            return True
-        return _versions(self._yb) != self._versions_of_targets
+        learn, (yb, versions) = self.learn, self._targets
+        return _versions(learn.pred) != self._given or learn.yb is not yb or _versions(yb) != versions
 
     def _backward(self) -> None:
         learn = self.learn
@@ -193,8 +180,7 @@ class Batches:
 
     def _note(self, everything: bool) -> None:
         """Save the state that a try changes; with `everything` also the random states of Python and numpy (slower)."""
-        if self._buffers is not None:
-            self._buffers.keep()
+        self.buffers.keep()
         host: Any = seeds.seed_states() if everything else torch.get_rng_state()
         self._streams = host, seeds.device_states(self.learn.dls.device)
 
@@ -203,9 +189,9 @@ class Batches:
         host, of_device = self._streams
         (seeds.set_seed_states if isinstance(host, tuple) else torch.set_rng_state)(host)
         seeds.set_device_states(self.learn.dls.device, of_device)
-        if self._buffers is not None:
-            self._buffers.put_back()
-        if _versions(self._xb) != self._versions_of_inputs:
+        self.buffers.put_back()
+        xb, versions = self._inputs
+        if _versions(xb) != versions:
             raise self._error(RuntimeError, _CHANGED)
 
     def _error(self, kind: type[Exception], why: str) -> Exception:
@@ -241,8 +227,7 @@ class Batches:
             raise torch.OutOfMemoryError(
                 f"one sample alone does not fit: {self._wanted} ({free} are free; the largest "
                 f"tensors are {_largest(learn)}). ActivationCheckpointing(), to_bf16(), a smaller model, or "
-                "distrib_ctx(shard=True) on several processes take less memory"
-                " (errors.html#split-batch)"
+                "distrib_ctx(shard=True) on several processes take less memory (errors.html#split-batch)"
             )
         return self._next(parts)
 
@@ -414,10 +399,9 @@ class Batches:
         if len(self.cut) > 1:
             self.cb.check_loss(self._own["_loss"], self._total)
 
-    def _linked_to(self, outputs: list[Tensor]) -> tuple[Any, Sequence[Tensor]]:
+    def _linked_to(self, outputs: Sequence[Tensor]) -> tuple[Any, Sequence[Tensor]]:
         """Return the loss, and these outputs, as functions of the parameters."""
         root = self._total
-        linked_outputs: Sequence[Tensor] = outputs
         inputs = {leaf: t for t, leaf in self._leaves.items()}
         self._linked = list(self._gradients)
         linked = [inputs.get(p, p) for p in self._linked]
@@ -426,16 +410,15 @@ class Batches:
         self._linked_by_outputs = [*self._linked, *self._reached]
         if outputs and self._linked_by_outputs:
             linked += [inputs.get(p, p) for p in self._reached]
-            linked_outputs = _OfParts.apply(self.of_outputs, len(outputs), *outputs, *linked)
-        return root, linked_outputs
+            outputs = _OfParts.apply(self.of_outputs, len(outputs), *outputs, *linked)
+        return root, outputs
 
     def of_loss(self, factor: Tensor | None) -> list[Tensor | None]:
         """Return, once for each batch, the linked parameters' gradients times `factor`, that of the batch's loss."""
         if not self._gradients:
             raise RuntimeError(
                 "the gradients of a batch that SplitBatch has taken in parts were given already: call backward once for"
-                " a batch, or leave SplitBatch out"
-                " (errors.html#split-batch)"
+                " a batch, or leave SplitBatch out (errors.html#split-batch)"
             )
         gradients, self._gradients = self._gradients, {}
         if factor is None:

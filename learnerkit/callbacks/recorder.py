@@ -189,8 +189,7 @@ class Evaluation:
                 distributed.warn_once(
                     f"metric {meter.name!r} {DEPENDS_ON_CUT}, and several ranks cut them otherwise than one process "
                     "does: let it be a mean over samples, count samples rather than batches, or take AccumMetric, "
-                    "which gets all predictions at once"
-                    " (errors.html#metric-ranks)"
+                    "which gets all predictions at once (errors.html#metric-ranks)"
                 )
 
     @collective

@@ -77,7 +77,7 @@ class ShardedBatches(Batches):
         with torch.enable_grad():
             self._put_on()
 
-    def _linked_to(self, outputs: list[Tensor]) -> tuple[Any, Sequence[Tensor]]:
+    def _linked_to(self, outputs: Sequence[Tensor]) -> tuple[Any, Sequence[Tensor]]:
         self._ends = [t.detach().requires_grad_() for t in outputs]
         total = self._total
         return None if total is None else total.detach().clone().requires_grad_(), self._ends

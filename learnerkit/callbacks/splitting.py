@@ -153,7 +153,8 @@ class SplitBatch(Callback):
         """Note that a batch has fitted in its number of parts."""
         parts, fits = self.limits
         if batch.parts > 1:
-            parts, fits = max(parts, batch.parts), max(min(fits, batch.size - 1), batch.size_of_part)
+            size_of_part = -(-batch.size * max(part.rows for part in batch.cut) // batch.rows)
+            parts, fits = max(parts, batch.parts), max(min(fits, batch.size - 1), size_of_part)
         elif not self.is_careful:
             fits = max(fits, batch.size)
         if self.learn.training:
@@ -162,7 +163,7 @@ class SplitBatch(Callback):
             self._evaluated = parts, fits
         if self.learn.training and batch.parts > 1 and parts > self._said:
             self._said = parts
-            unequal = _unequal(unwrap(self.learn.model), batch.cut, batch.changed_buffers())
+            unequal = _unequal(unwrap(self.learn.model), batch.cut, batch.buffers.changed())
             but = f". Not equal to the whole batch: {unequal}" if unequal else ""
             self.learn.say(f"SplitBatch takes batches of {batch.rows} samples in {batch.parts} parts{but}")
 
@@ -203,8 +204,7 @@ class SplitBatch(Callback):
         if why := doubtful_count(self.learn):
             raise ValueError(
                 f"{why}. Until then SplitBatch cannot take a batch in parts. If the loss compares the samples of a "
-                "batch with each other, as that of CLIP does, take smaller batches"
-                " (errors.html#split-batch)"
+                "batch with each other, as that of CLIP does, take smaller batches (errors.html#split-batch)"
             )
         self._checked = True
 
@@ -227,8 +227,7 @@ class SplitBatch(Callback):
                 f"the loss of a batch is {float(whole):.6g}, and that of its {self.parts} parts together "
                 f"{float(found):.6g}: {loss_name(learn.loss_func)} compares the samples of a batch with each other, or "
                 "averages over something else than loss_weight= says. SplitBatch cannot take it in parts: take smaller "
-                "batches, or say by loss_weight= what the loss averages over"
-                " (errors.html#split-batch)"
+                "batches, or say by loss_weight= what the loss averages over (errors.html#split-batch)"
             )
         self._checked = True
 
@@ -254,7 +253,7 @@ class SplitBatch(Callback):
 
 
 def _unequal(model: nn.Module, parts: list[Part], changed: list[dict[str, Any]]) -> str:
-    """Name what differs from computing the whole batch; `changed`: the buffers that forward passes have changed."""
+    """Name what differs from computing the whole batch; `changed`: tables of buffers that the passes have changed."""
     named = [(_called(name, m), m) for name, m in model.named_modules() if m.training]
     norms = [name for name, m in named if isinstance(m, BatchNorm)]
     others = [name for name, m in named if any(m._buffers is b for b in changed) and name not in norms]
