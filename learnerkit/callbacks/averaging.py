@@ -241,17 +241,9 @@ class EMA(_Averaging):
         if self.learn.task in ("validate", "predict"):
             return
         self.n_averaged = 0
-        self._take_target(self._source(), unwrap(self.module))
-
-    def _source(self) -> nn.Module:
-        "Return the module that is averaged."
-        return unwrap(self.learn.model if self.of is None else self.of)
-
-    @collective
-    def _take_target(self, source: nn.Module, target: nn.Module) -> None:
-        own, homes = dict(source.named_parameters()), dict(target.named_parameters())
-        ours, theirs = ({name: t.shape for name, t in named.items()} for named in (own, homes))
-        apart = [name for name in own | homes if ours.get(name) != theirs.get(name)]
+        source, target = self._source(), unwrap(self.module)
+        ours, theirs = ({name: p.shape for name, p in m.named_parameters()} for m in (source, target))
+        apart = [name for name in ours | theirs if ours.get(name) != theirs.get(name)]
         if apart or source is target:
             how = f"differ in {first_few(apart)}" if apart else "are one module's"
             raise ValueError(
@@ -266,6 +258,10 @@ class EMA(_Averaging):
                 target.to(self.learn.dls.device)
             if self.learn.n_ranks > 1:
                 distributed.give_values([*beside.values()])  # every rank must reach this
+
+    def _source(self) -> nn.Module:
+        "Return the module that is averaged."
+        return unwrap(self.learn.model if self.of is None else self.of)
 
     def _beside(self) -> dict[str, Tensor]:
         "Return the module's tensors that the learner's model does not have; checkpoints save the model's anyway."
