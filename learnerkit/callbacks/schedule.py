@@ -335,7 +335,7 @@ class TorchScheduler(Callback):
         self.step = step
         self.monitor = monitor
         self._schedulers: list = []
-        self._undo: list[Callable[[], None]] = []
+        self._attributes: list[tuple[Optimizer, set[str]]] = []  # the names that the optimizers had before
         self._options: list[list[Callable[[], dict[str, Any]]]] = []  # for each optimizer, those of its groups
         self._stepped = False
 
@@ -347,7 +347,7 @@ class TorchScheduler(Callback):
         self._options = [[] for _ in learn.opts]
         self._note_groups()
         for opt in learn.opts:
-            self._undo.append(partial(_put_back_attributes, opt, set(vars(opt))))
+            self._attributes.append((opt, {*vars(opt)}))
             for group in opt.param_groups:
                 group.pop("initial_lr", None)  # An earlier scheduler left it; this one starts with this fit's rates.
         self._schedulers, self._advanced = [self.make(opt) for opt in learn.opts], False
@@ -431,15 +431,16 @@ class TorchScheduler(Callback):
             scheduler.load_state_dict(_completed(saved, scheduler.state_dict()))
 
     def cleanup_fit(self) -> None:
-        for undo in self._undo:
-            undo()
+        for opt, names in self._attributes:
+            for name in vars(opt).keys() - names:  # a counting `step`, and its count, by torch's schedulers
+                delattr(opt, name)
         for opt, noted in zip(self.learn.opts, self._options, strict=False):
             # Groups are matched by position, since a load may have replaced them by other dicts.
             for group, options in zip(opt.param_groups, noted, strict=False):
                 params = group["params"]
                 group.clear()
                 group.update(params=params, **options())
-        self._undo, self._schedulers, self._options = [], [], []
+        self._attributes, self._schedulers, self._options = [], [], []
 
 
 def plain_part(state: Any) -> Any:
@@ -462,9 +463,3 @@ def _is_plain(x: Any) -> bool:
     if type(x) in (list, tuple):
         return all(map(_is_plain, x))
     return x is None or type(x) is dict or isinstance(x, int | float | str | Tensor)
-
-
-def _put_back_attributes(opt: Optimizer, before: set[str]) -> None:
-    """Remove the attributes that torch's schedulers add to an optimizer (a counting `step`, and its count)."""
-    for name in vars(opt).keys() - before:
-        delattr(opt, name)
