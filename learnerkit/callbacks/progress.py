@@ -177,7 +177,9 @@ class NotebookPage:
         """Display the table and the bar, in place of what was displayed before."""
         from IPython.display import display
 
-        content = {"text/html": self._html(), "text/plain": self._text()}
+        head = [format_row(self.names, self.names)] if self.names else []
+        made, plain = self._made()
+        content = {"text/html": self._html(made), "text/plain": "\n".join([*head, *plain])}
         if self._handle is None:
             self._handle = display(content, raw=True, display_id=True)
         else:
@@ -199,11 +201,11 @@ class NotebookPage:
                 plain.append(format_row(self.names, cells))
         return made, plain
 
-    def _html(self) -> str:
+    def _html(self, rows: list[str]) -> str:
         lines, bar = [], self.bar
         if self.names:
             lines.append("<table><thead>" + _html_row(self.names, "th") + "</thead><tbody>")
-            lines += self._made()[0]
+            lines += rows
             lines.append("</tbody></table>")
         if bar is not None:
             form = _TEXT if bar.total else _NO_TOTAL
@@ -214,10 +216,6 @@ class NotebookPage:
                 f'<span style="font-family: monospace">{text}</span></div>'
             )
         return "\n".join(lines)
-
-    def _text(self) -> str:
-        head = [format_row(self.names, self.names)] if self.names else []
-        return "\n".join([*head, *self._made()[1]])
 
 
 class ShowGraphCallback(Callback):

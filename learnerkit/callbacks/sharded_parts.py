@@ -55,7 +55,7 @@ class ShardedBatches(Batches):
         parts, fits = cb.limits
         mine = (1 if self.size <= fits else parts, cb.is_careful or self.size > fits)
         wanted, careful = zip(*distributed.all_gather(mine, among="votes"), strict=True)
-        cb.count_batch()
+        cb._batches += 1
         self._wanted_parts, self._is_careful = max(wanted), any(careful)
         self._is_taken = self._wanted_parts > 1 or self._is_careful
         if self._is_taken:

@@ -112,7 +112,7 @@ class SplitBatch(Callback):
     def after_batch(self) -> None:
         self._open[-1].end()
         if self.learn.training and self.learn.n_ranks == 1:
-            self.count_batch()
+            self._batches += 1
 
     def cleanup_train(self) -> None:
         self._open.pop().end()  # A batch may have been left before its end.
@@ -167,15 +167,11 @@ class SplitBatch(Callback):
             but = f". Not equal to the whole batch: {unequal}" if unequal else ""
             self.learn.say(f"SplitBatch takes batches of {batch.rows} samples in {batch.parts} parts{but}")
 
-    def count_batch(self) -> None:
-        """Count a batch of training, on every rank."""
-        self._batches += 1
-
     @collective
     def _agree(self) -> None:
         """Take the largest number of parts that any rank needs; every rank must reach this before its backward pass."""
         careful = self.is_careful
-        self.count_batch()
+        self._batches += 1
         if not careful:
             return
         batch = self._open[-1] if self.learn.batch_size else None  # This rank may have no data.

@@ -17,6 +17,7 @@ from learnerkit.callback import Callback, running
 from learnerkit.callbacks.recorder import check_monitor, monitored
 from learnerkit.callbacks.schedule import check_nobody_schedules
 from learnerkit.callbacks.training import NamedState, StepBudget, StepCounter, at_last_batch
+from learnerkit.data.batches import on_host
 from learnerkit.endings import mark
 from learnerkit.events import CancelException, CancelFitException
 from learnerkit.files import name_or_any_path, place_of
@@ -274,7 +275,7 @@ def _trained_in(loss_func: Any) -> dict[str, Tensor]:
     if not isinstance(loss, nn.Module):
         return {}
     named = dict(loss.named_buffers()) | {name: p for name, p in loss.named_parameters() if p.requires_grad}
-    return {name: t.detach().to("cpu", copy=True) for name, t in named.items()}
+    return on_host(named)
 
 
 class _Patient(TrackerCallback):
