@@ -232,7 +232,7 @@ class Evaluation:
                 meter.load_state_dict(state)
 
 
-def _meters(metrics: Any, learn: "Learner") -> list[Meter]:
+def meters_of(metrics: Any, learn: "Learner") -> list[Meter]:
     "Make the meters of metrics for a learner's loss, its classes, and the kind of its targets."
     loss_func = weighting_of(learn).own if learn.loss_func is None else learn.loss_func
     return make_meters(metrics, loss_func, learn.dls.classes, learn.dls.targets)
@@ -255,7 +255,7 @@ class Validation(Callback):
     def before_validate(self) -> None:
         learn = self.learn
         metrics = copy.deepcopy(learn.metrics) if self.inside else learn.metrics
-        self._evaluation = Evaluation(_meters(metrics, learn), learn)
+        self._evaluation = Evaluation(meters_of(metrics, learn), learn)
 
     def after_batch(self) -> None:
         self._evaluation.update(self.learn)
@@ -492,8 +492,8 @@ class Recorder(Callback):
         self._start()
         metrics = self.learn.metrics
         # Copies in training, because validation needs the metrics' states for itself.
-        self._train_meters = _meters(copy.deepcopy(metrics), self.learn) if self.train_metrics else []
-        self._valid_meters = _meters(metrics, self.learn) if self.valid_metrics else []
+        self._train_meters = meters_of(copy.deepcopy(metrics), self.learn) if self.train_metrics else []
+        self._valid_meters = meters_of(metrics, self.learn) if self.valid_metrics else []
         declared = dict.fromkeys(name for cb in self.learn.cbs for name in cb.logs)
         self.metric_names = ["epoch", *self._names(), *declared, *(["time"] if self.add_time else [])]
         self._start_epoch()  # here too: an epoch may be cancelled before this callback's `before_epoch`

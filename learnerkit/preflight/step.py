@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from learnerkit import arguments, distributed, losses, optim
 from learnerkit.callback import Callback
 from learnerkit.callbacks.debugging import ShortLoader
+from learnerkit.callbacks.recorder import Evaluation, meters_of
 from learnerkit.data.batches import likely_sizes
 from learnerkit.data.order import refuse_iterator
 from learnerkit.distributed import PeerError, seeds
@@ -22,7 +23,6 @@ from learnerkit.endings import ending_of
 from learnerkit.events import CancelFitException, CancelValidException
 from learnerkit.inspection.undoing import trial
 from learnerkit.marks import collective, not_collective
-from learnerkit.metrics import make_meters
 from learnerkit.preflight.activations import judge_activations
 from learnerkit.preflight.memory import bytes_of, judge_memory, judge_shards
 from learnerkit.preflight.prediction import Seen
@@ -503,24 +503,22 @@ def _should_move(named: Named, opts: list, before: Mapping[Tensor, float]) -> It
 
 @not_collective("`sharded=False` asks no other rank")
 def judge_metrics(learn: "Learner") -> list[Finding]:
-    """Compute each metric on the present batch, on this rank alone: no other rank waits for one that fails."""
+    """Compute each metric on the present batch as a fit does, on this rank alone: no other waits for one that fails."""
     try:
         metrics = copy.deepcopy(learn.metrics)
     except Exception as e:  # A fit may need no copies.
         return [Finding(NOTHING, f"not checked, as they cannot be copied: {in_one_line(e)}")]
     try:
-        meters = make_meters(metrics, learn.loss_func, learn.dls.classes, learn.dls.targets)
+        meters = meters_of(metrics, learn)
     except Exception as e:
         return [Finding(WRONG, in_one_line(e))]
     values, findings = [], []
     for meter in meters:
         try:
-            losses.check_predictions(learn)
-            meter.reset()
-            rows = learn._loss_weighting.rows(learn.pred, learn.yb, learn.batch_size)
-            meter.update(0, rows, learn.pred, learn.yb)
-            row = meter.row(sharded=False)
-            values += [f"{name} {value:.4g}" for name, value in zip(meter.columns, row, strict=True)]
+            alone = Evaluation([meter], learn)
+            alone.sharded = False
+            alone.update(learn)
+            values += [f"{name} {value:.4g}" for name, value in zip(meter.columns, alone.metrics(), strict=True)]
         except Exception as e:
             got = f"predictions: {describe(learn.pred)}; targets: {describe(learn.yb)}"
             findings.append(Finding(WRONG, f"{meter.name}: {in_one_line(e)}; it got {got}"))

@@ -512,6 +512,21 @@ def test_metrics_that_cannot_be_copied_are_not_checked(capsys):
 
 
 @pytest.mark.usefixtures("without_memory")
+def test_metrics_of_a_causal_language_model_are_those_of_a_validation(capsys):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"n_positions": 6, "n_embd": 8, "n_layer": 1, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=7, **sizes))
+    rows = [{"input_ids": x, "labels": x} for x in (torch.arange(6) + torch.arange(4)[:, None]) % 7]
+    dl = DataLoader(rows, 4)
+    learn = Learner(DataLoaders(dl, dl), model, metrics=accuracy, lr=0.03)
+    with learn.no_logging():
+        learn.fit(20)
+    assert learn.validate()[1] == 1  # Each token says which is the next, and the loss compares these.
+    found, _ = checked(capsys, learn, True)
+    assert found["metrics"] == ("ok", "accuracy 1")
+
+
+@pytest.mark.usefixtures("without_memory")
 def test_a_sum_over_ignored_targets_is_0(capsys):
     learn = classes(loss=nn.CrossEntropyLoss(reduction="sum"), data=mapped(change_y=lambda y: y * 0 - 100))
     found, _ = checked(capsys, learn, False)
