@@ -12,7 +12,7 @@ from learnerkit.inspection.undoing import trial
 from learnerkit.marks import collective
 from learnerkit.parallel import will_shard
 from learnerkit.preflight.prediction import Seen
-from learnerkit.preflight.report import OK, Finding
+from learnerkit.preflight.report import Finding, fine
 from learnerkit.state import Learner
 from learnerkit.text import in_units
 from learnerkit.utils import unwrap
@@ -34,7 +34,7 @@ def judge_activations(learn: "Learner", seen: Seen | None) -> list[Finding]:
     """
     cb = next(iter(running(learn.cbs, ActivationCheckpointing)), None)
     if cb is None and will_shard(learn):
-        return [Finding(OK, f"a batch keeps {in_units(_kept(learn, seen))} for its backward pass")]
+        return [fine(f"a batch keeps {in_units(_kept(learn, seen))} for its backward pass")]
     if cb is None or seen is None:
         return []
     with cb.recomputed(learn.model):
@@ -43,9 +43,9 @@ def judge_activations(learn: "Learner", seen: Seen | None) -> list[Finding]:
     try:
         whole, least = _measured(learn, seen)
     except torch.OutOfMemoryError:
-        return [Finding(OK, f"{text}; all of them are more than the device holds")]
+        return [fine(f"{text}; all of them are more than the device holds")]
     longer = max(0.0, seconds / least - 1)
-    return [Finding(OK, f"{text} instead of {in_units(whole)}; it takes {longer:.0%} more time than to keep them")]
+    return [fine(f"{text} instead of {in_units(whole)}; it takes {longer:.0%} more time than to keep them")]
 
 
 @collective

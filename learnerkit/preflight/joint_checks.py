@@ -17,7 +17,7 @@ import torch.distributed as dist
 from learnerkit import distributed
 from learnerkit.marks import collective
 from learnerkit.preflight.facts import Board, Facts, Judge, places
-from learnerkit.preflight.report import HINT, OK, WRONG, Finding
+from learnerkit.preflight.report import Finding, doubtful, fine, problem
 from learnerkit.text import in_one_line, in_units
 
 SLOW_LINK = (
@@ -49,16 +49,16 @@ def judge_files(everyone: list[Facts]) -> list[Finding]:
     files = everyone[0]["file system"]
     if files["refused"]:
         advice = "start in another directory, or give what is saved a path elsewhere"
-        return [Finding(HINT, f"rank 0 cannot write to {files['folder']}: {files['refused']}", advice)]
+        return [doubtful(f"rank 0 cannot write to {files['folder']}: {files['refused']}", advice)]
     if not (blind := [f for f in everyone if not f["file system"]["seen"]]):
-        return [Finding(OK, f"{files['folder']} can be written{', and all see it' * (len(everyone) > 1)}")]
+        return [fine(f"{files['folder']} can be written{', and all see it' * (len(everyone) > 1)}")]
     advice = (
         "if machines have files of their own, data and scripts must be on each (rank0_first(..., per_node=True) "
         f"downloads once per machine), and checkpoints lie on {everyone[0]['host']}"
     )
     if any(f["machine"] == everyone[0]["machine"] for f in blind):
         advice = f"start all in one directory, not in {blind[0]['file system']['folder']}"
-    return [Finding(HINT, f"what rank 0 writes to {files['folder']} is not seen by {places(blind)}", advice)]
+    return [doubtful(f"what rank 0 writes to {files['folder']} is not seen by {places(blind)}", advice)]
 
 
 @collective
@@ -73,7 +73,7 @@ def judge_backend(everyone: list[Facts]) -> list[Finding]:
     """Name the library that carries the data of each device."""
     libraries = dict(part.split(":") for part in everyone[0]["backend"]["config"].split(","))
     used = dict.fromkeys([everyone[0]["devices"].get("type", "cpu"), "cpu"])
-    return [Finding(OK, ", ".join(f"{libraries[d]} for {d}" for d in used if d in libraries) + "; all are connected")]
+    return [fine(", ".join(f"{libraries[d]} for {d}" for d in used if d in libraries) + "; all are connected")]
 
 
 @collective
@@ -105,11 +105,11 @@ def judge_clocks(everyone: list[Facts]) -> list[Finding]:
     """Judge whether the clocks agree within a second."""
     ahead = everyone[0]["clock"]["ahead"]
     if not (off := [f for f, seconds in zip(everyone, ahead, strict=True) if abs(seconds) >= 1]):
-        return [Finding(OK, f"within {1000 * (max(ahead) - min(ahead)):.1f} ms of each other")]
+        return [fine(f"within {1000 * (max(ahead) - min(ahead)):.1f} ms of each other")]
     worst = max(ahead, key=abs)
     text = f"up to {abs(worst):.1f} s {'ahead of' if worst > 0 else 'behind'} rank 0's on {places(off)}"
     advice = "times of logs and files will mislead; run an NTP service there (chrony, or timedatectl set-ntp true)"
-    return [Finding(HINT, text, advice)]
+    return [doubtful(text, advice)]
 
 
 @collective
@@ -140,14 +140,14 @@ def judge_all_reduce(everyone: list[Facts]) -> list[Finding]:
     speed = 0.0
     if wrong := [f for f in everyone if not f["all-reduce"]["right"]]:
         advice = "do not train like this; export NCCL_P2P_DISABLE=1, then NCCL_IB_DISABLE=1, to find the faulty link"
-        return [Finding(WRONG, f"the sum is wrong on {places(wrong)}", advice)]
+        return [problem(f"the sum is wrong on {places(wrong)}", advice)]
     for n_bytes, seconds in everyone[0]["all-reduce"]["seconds"]:
         speed = n_bytes / seconds * 2 * (n - 1) / n / 1e9
         parts.append(f"{in_units(n_bytes)} {1000 * seconds:.3g} ms, {speed:.2g} GB/s")
     text = "; ".join(parts)
     if everyone[0]["devices"].get("type") == "cuda" and speed < 1:
-        return [Finding(HINT, f"slow for GPUs: {text}", SLOW_LINK)]
-    return [Finding(OK, text)]
+        return [doubtful(f"slow for GPUs: {text}", SLOW_LINK)]
+    return [fine(text)]
 
 
 JOINT: dict[str, tuple[Callable[[Board], Facts], Judge, str]] = {

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from learnerkit import __version__, distributed
 from learnerkit.launch.addresses import interface_of, own_address
 from learnerkit.preflight.facts import Facts, Judge, by_machine, hosts, per_machine, places
-from learnerkit.preflight.report import HINT, NOTHING, OK, WRONG, Finding
+from learnerkit.preflight.report import HINT, WRONG, Finding, doubtful, fine, problem, unchecked
 from learnerkit.processes.machine import LOOPBACK_INTERFACE
 from learnerkit.text import first_few, in_units
 
@@ -38,7 +38,7 @@ def judge_versions(everyone: list[Facts]) -> list[Finding]:
             text = f"{name} {other} on {places(ranks)}, {version} on {places(everyone[:1])}"
             mark = HINT if name in ("python", "driver") else WRONG  # these two may differ a little
             findings.append(Finding(mark, text, f"install the same {name} on all machines"))
-    return findings or [Finding(OK, ", ".join(f"{name} {version}" for name, version in first.items() if version))]
+    return findings or [fine(", ".join(f"{name} {version}" for name, version in first.items() if version))]
 
 
 def look_at_device() -> Facts:
@@ -68,26 +68,26 @@ def judge_devices(everyone: list[Facts]) -> list[Finding]:
             ranks = [f for f in group if f["devices"]["id"] == device_id]
             if len(ranks) > 1:
                 advice = "start one process per GPU (--nproc, --gpus), each with a LOCAL_RANK of its own"
-                findings.append(Finding(WRONG, f"one GPU for {places(ranks)}, which NCCL refuses", advice))
+                findings.append(problem(f"one GPU for {places(ranks)}, which NCCL refuses", advice))
     if findings or first["type"] != "cuda":
-        return findings or [Finding(OK, f"{len(everyone)} x {first['name']}")]
+        return findings or [fine(f"{len(everyone)} x {first['name']}")]
     least = min(everyone, key=lambda f: f["devices"]["free"] / f["devices"]["memory"])
     free, memory = least["devices"]["free"], least["devices"]["memory"]
     text = f"{in_units(free)} of {in_units(memory)} free"
     if free < 0.8 * memory:
-        return [Finding(HINT, f"{text} on {places([least])}", "nvidia-smi shows which program uses it")]
-    return [Finding(OK, f"{len(everyone)} x {first['name']}, {text}")]
+        return [doubtful(f"{text} on {places([least])}", "nvidia-smi shows which program uses it")]
+    return [fine(f"{len(everyone)} x {first['name']}, {text}")]
 
 
 def judge_peers(group: list[Facts], everyone: list[Facts]) -> Finding:
     """Judge whether the GPUs of a machine read each other's memory directly."""
     if "peers" not in group[0]["devices"]:
-        return Finding(NOTHING, "no GPUs")
+        return unchecked("no GPUs")
     gpus = [(f["rank"], f["devices"]) for f in group]
     if apart := [f"{i}-{j}" for i, a in gpus for j, b in gpus if i < j and b["index"] not in a["peers"]]:
         text = f"none between ranks {first_few(apart)}: what they exchange goes through the host's memory"
-        return Finding(HINT, text, "nvidia-smi topo -m shows the links; if NCCL hangs, export NCCL_P2P_DISABLE=1")
-    return Finding(OK, "between all GPUs") if len(gpus) > 1 else Finding(NOTHING, "one GPU")
+        return doubtful(text, "nvidia-smi topo -m shows the links; if NCCL hangs, export NCCL_P2P_DISABLE=1")
+    return fine("between all GPUs") if len(gpus) > 1 else unchecked("one GPU")
 
 
 def look_at_threads() -> Facts:
@@ -102,9 +102,9 @@ def judge_threads(group: list[Facts], everyone: list[Facts]) -> Finding:
     cores = len({core for f in group for core in f["threads"]["cores"]})
     text = f"{threads} on {cores} core{'s' * (cores > 1)}"
     if threads <= cores:
-        return Finding(OK, text)
+        return fine(text)
     advice = "start fewer processes" if cores < len(group) else f"export OMP_NUM_THREADS={cores // len(group)}"
-    return Finding(HINT, f"{text}, where they wait for each other", advice)
+    return doubtful(f"{text}, where they wait for each other", advice)
 
 
 def look_at_network() -> Facts:
@@ -139,18 +139,18 @@ def judge_network(group: list[Facts], everyone: list[Facts]) -> Finding:
         advice = "unset GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, which one machine does not need"
     loops = [name for name, value in net["set"].items() if value == LOOPBACK_INTERFACE]
     if gloo and not set(gloo.split(",")) <= {*net["names"]}:
-        return Finding(WRONG, f"GLOO_SOCKET_IFNAME={gloo}, but there are only {first_few(net['names'])}", advice)
+        return problem(f"GLOO_SOCKET_IFNAME={gloo}, but there are only {first_few(net['names'])}", advice)
     if several and loops:
-        return Finding(WRONG, f"{' and '.join(loops)} set to loopback, which no other machine can reach", advice)
+        return problem(f"{' and '.join(loops)} set to loopback, which no other machine can reach", advice)
     if gloo:
-        return Finding(OK, f"{gloo} ({net['route']})" if gloo == net["route_at"] else gloo)
+        return fine(f"{gloo} ({net['route']})" if gloo == net["route_at"] else gloo)
     if several and (not at or resolved.startswith("127.")):
         text = f"the host's name resolves to {resolved or 'nothing'}: gloo listens where no other machine can reach it"
-        return Finding(WRONG, text, f"{advice}; or give the name its address in /etc/hosts")
+        return problem(text, f"{advice}; or give the name its address in /etc/hosts")
     if several and (twins := [f for f in everyone if f not in group and f["interface"]["resolved"] == resolved]):
         text = f"the host's name resolves to {resolved}, as does that of {hosts(twins)}"
-        return Finding(WRONG, text, f"{advice}; and correct /etc/hosts")
-    return Finding(OK, f"{at} ({resolved})" if at else LOOPBACK_INTERFACE)
+        return problem(text, f"{advice}; and correct /etc/hosts")
+    return fine(f"{at} ({resolved})" if at else LOOPBACK_INTERFACE)
 
 
 def look_at_infiniband() -> Facts:
@@ -169,24 +169,24 @@ def judge_infiniband(group: list[Facts], everyone: list[Facts]) -> Finding:
     own = group[0]["infiniband"]
     adapters = ",".join(own["devices"])
     if len(by_machine(everyone)) == 1:
-        return Finding(NOTHING, "not needed on one machine")
+        return unchecked("not needed on one machine")
     if group[0]["devices"].get("type") != "cuda":
-        return Finding(NOTHING, "gloo does not use it")
+        return unchecked("gloo does not use it")
     if not adapters and any(f["infiniband"].get("devices") for f in everyone):
         advice = "bring the link up, or export NCCL_IB_DISABLE=1 on all machines"
-        return Finding(WRONG, "no link is up, unlike elsewhere", advice)
+        return problem("no link is up, unlike elsewhere", advice)
     if not adapters:
-        return Finding(OK, "none: NCCL uses the interface above")
+        return fine("none: NCCL uses the interface above")
     if own["disabled"] not in (None, "", "0"):
         advice = f"unset it; NCCL_IB_HCA={adapters} picks adapters"
-        return Finding(HINT, f"{adapters}, but NCCL_IB_DISABLE is set", advice)
+        return doubtful(f"{adapters}, but NCCL_IB_DISABLE is set", advice)
     if not own["opens"]:
         advice = "for a container: --device=/dev/infiniband --cap-add=IPC_LOCK --ulimit memlock=-1"
-        return Finding(HINT, f"{adapters}, but there is no /dev/infiniband to open", advice)
+        return doubtful(f"{adapters}, but there is no /dev/infiniband to open", advice)
     if own["lockable"] is not None:
         advice = "ulimit -l unlimited; for a container --ulimit memlock=-1"
-        return Finding(HINT, f"{adapters}, for which NCCL may lock only {in_units(own['lockable'])} of memory", advice)
-    return Finding(OK, ", ".join(f"{name} {rate}" for name, rate in own["devices"].items()))
+        return doubtful(f"{adapters}, for which NCCL may lock only {in_units(own['lockable'])} of memory", advice)
+    return fine(", ".join(f"{name} {rate}" for name, rate in own["devices"].items()))
 
 
 def look_at_ports() -> Facts:
@@ -203,8 +203,8 @@ def judge_ports(group: list[Facts], everyone: list[Facts]) -> Finding:
     low, high = ports["picked"] or (1024, 65535)
     if high - low < 1000:
         advice = "widen net.ipv4.ip_local_port_range (sysctl)"
-        return Finding(HINT, f"few for gloo and NCCL to pick from: {low} to {high}", advice)
-    return Finding(OK, f"met at {ports['meet']}; gloo and NCCL pick theirs from {low} to {high}")
+        return doubtful(f"few for gloo and NCCL to pick from: {low} to {high}", advice)
+    return fine(f"met at {ports['meet']}; gloo and NCCL pick theirs from {low} to {high}")
 
 
 def look_at_shared_memory() -> Facts:
@@ -219,10 +219,10 @@ def judge_shared_memory(group: list[Facts], everyone: list[Facts]) -> Finding:
     """Judge the memory for each process: 1 GB is enough, less than 128 MB a problem (Docker gives 64 MB to all)."""
     memory = group[0]["/dev/shm"]
     if memory["size"] is None:
-        return Finding(NOTHING, "this system has none")
+        return unchecked("this system has none")
     text, share = f"{in_units(memory['free'])} free of {in_units(memory['size'])}", memory["free"] / len(group)
     if share >= 2**30:
-        return Finding(OK, text)
+        return fine(text)
     text += ": DataLoader workers pass batches on in it, and die of a 'bus error' when it is full"
     full = "look for old files in it; " if memory["free"] < memory["size"] / 2 else ""
     advice = f"{full}start the container with --ipc=host or --shm-size=16g, or use num_workers=0"
@@ -239,10 +239,10 @@ def judge_limits(group: list[Facts], everyone: list[Facts]) -> Finding:
     """Judge the number: some hundreds for workers and the tensors they pass on, and some for each connection."""
     limit, needed = group[0]["open files"], 512 + 32 * len(everyone)
     if limit["soft"] >= needed:
-        return Finding(OK, f"{limit['soft']} at once; tensors are shared by {limit['sharing']}")
+        return fine(f"{limit['soft']} at once; tensors are shared by {limit['sharing']}")
     most = min(limit["hard"], 65536)
     advice = f"ulimit -n {most} before the start" if most >= needed else "raise it (limits.conf, --ulimit nofile=65536)"
-    return Finding(WRONG, f"{limit['soft']} at once, {needed} may be needed: 'Too many open files'", advice)
+    return problem(f"{limit['soft']} at once, {needed} may be needed: 'Too many open files'", advice)
 
 
 LOCAL: dict[str, tuple[Callable[[], Facts], Judge]] = {

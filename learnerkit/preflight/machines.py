@@ -21,7 +21,7 @@ from typing import Any
 
 from learnerkit.launch import cli
 from learnerkit.preflight.facts import Board, Facts, Judge, by_machine, open_board, places
-from learnerkit.preflight.report import NOTHING, OK, WRONG, Finding, Report
+from learnerkit.preflight.report import NOTHING, WRONG, Finding, Report, fine, problem, unchecked
 from learnerkit.text import first_few, in_one_line
 
 
@@ -134,7 +134,7 @@ def time_limit(report: Report, rank: int, topic: str, advice: str, board: Board 
             error = board.read(f"{topic} error") if board and rank == 0 else None
         if over.wait(1):
             return
-        report.add(topic, [Finding(WRONG, error or f"has not ended after {Board.seconds:.0f} s", advice)])
+        report.add(topic, [problem(error or f"has not ended after {Board.seconds:.0f} s", advice)])
         report.close()
         if board and rank == 0:
             board.store.set("end", "")
@@ -155,12 +155,10 @@ def judge_ranks(everyone: list[Facts], missing: Sequence[int]) -> list[Finding]:
     if missing:
         who = f"rank{'s' * (len(missing) > 1)} {first_few(missing)}"
         text = f"{who} of {total} did not come within {Board.seconds:.0f} s; here are {where}"
-        return [Finding(WRONG, text, "does every launcher run, and what have those ranks printed?")]
+        return [problem(text, "does every launcher run, and what have those ranks printed?")]
     if total == 1:
-        return [
-            Finding(NOTHING, f"1 on {groups[0][0]['host']}: nothing between processes could be checked (--nproc 2)")
-        ]
-    return [Finding(OK, f"{total} on {len(groups)} machine{'s' * (len(groups) > 1)}: {where}")]
+        return [unchecked(f"1 on {groups[0][0]['host']}: nothing between processes could be checked (--nproc 2)")]
+    return [fine(f"{total} on {len(groups)} machine{'s' * (len(groups) > 1)}: {where}")]
 
 
 def judged(topic: str, judge: Judge, everyone: list[Facts], advice: str = "") -> list[Finding]:

@@ -10,7 +10,7 @@ from learnerkit.callbacks.precision import MixedPrecision
 from learnerkit.callbacks.recomputing import ActivationCheckpointing
 from learnerkit.inspection.undoing import state_tensors
 from learnerkit.preflight.prediction import MARGIN, Prediction, Seen, fake_steps, n_bytes, predict_memory
-from learnerkit.preflight.report import HINT, NOTHING, OK, WRONG, Finding
+from learnerkit.preflight.report import HINT, WRONG, Finding, fine, unchecked
 from learnerkit.processes.rank_main import forget_frames
 from learnerkit.shards import local
 from learnerkit.state import Learner
@@ -55,8 +55,8 @@ def judge_shards(learn: "Learner", memory: str | int | None) -> list[Finding]:
     whole = ", ".join(in_units(sum(t.numel() * t.itemsize for t in part)) for part in _kinds(learn).values())
     text = f"{_held(learn)} on this rank, of {whole} that are divided among {learn.n_ranks} ranks"
     if memory is None:
-        return [Finding(OK, text)]
-    return [Finding(NOTHING, f"{text}; what a step needs beside these is not predicted for a sharded model")]
+        return [fine(text)]
+    return [unchecked(f"{text}; what a step needs beside these is not predicted for a sharded model")]
 
 
 def judge_memory(learn: "Learner", seen: Seen, memory: str | int | None) -> list[Finding]:
@@ -69,14 +69,14 @@ def judge_memory(learn: "Learner", seen: Seen, memory: str | int | None) -> list
     """
     prediction, room = predict_memory(learn, seen), bytes_of(memory) or memory_of(learn.dls.device)
     if isinstance(prediction, str):
-        return [Finding(NOTHING, f"not checked, as what a step needs cannot be predicted: {prediction}")]
+        return [unchecked(f"not checked, as what a step needs cannot be predicted: {prediction}")]
     has = memory if isinstance(memory, str) else in_units(room)
     has = f"{has} ({100 * MARGIN:.0f} % assumed for fragmentation)"
     if prediction.fits(room, prediction.batch_size):
-        return [Finding(OK, f"{_needs(prediction)}; up to {prediction.largest(room):,} fit in {has}")]
+        return [fine(f"{_needs(prediction)}; up to {prediction.largest(room):,} fit in {has}")]
     if "split_batch" in _names(learn) and (most := prediction.largest(room)) > 0:
         parts = -(-prediction.batch_size // most)
-        return [Finding(OK, f"{_needs(prediction)}; in {has} SplitBatch takes them in {parts} parts")]
+        return [fine(f"{_needs(prediction)}; in {has} SplitBatch takes them in {parts} parts")]
     mark = HINT if memory is None else WRONG
     return [Finding(mark, f"{_needs(prediction)}; that does not fit in {has}", _ways(learn, seen, prediction, room))]
 

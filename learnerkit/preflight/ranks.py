@@ -36,7 +36,7 @@ from learnerkit.metrics import DEPENDS_ON_CUT
 from learnerkit.parallel.data_parallel import DataParallelCallback
 from learnerkit.parallel.distributed import DistributedCallback
 from learnerkit.parallel.loaders import RankLoader
-from learnerkit.preflight.report import HINT, NOTHING, OK, WRONG, Finding, Report
+from learnerkit.preflight.report import OK, WRONG, Finding, Report, doubtful, fine, problem, unchecked
 from learnerkit.processes.forks import LATE, cause, join_forks, run_in_forks
 from learnerkit.state import Learner, State
 from learnerkit.text import counted, escaped, first_few
@@ -116,13 +116,13 @@ def check_distributed(learn: "Learner", n: int = 2, steps: int = 5, timeout: flo
     report = Report(entry="check-distributed")
     findings = _compare(one, ranks)
     if "reason" in findings and findings["samples"].mark == OK and callback.comm_hook is not None:
-        findings["reason"] = Finding(
-            HINT, f"comm_hook={callback.comm_hook!r} rounds the gradients on their way: leave it out for this check"
+        findings["reason"] = doubtful(
+            f"comm_hook={callback.comm_hook!r} rounds the gradients on their way: leave it out for this check"
         )
     for topic, finding in findings.items():
         report.add(topic, [finding])
     if left_out := left_out + one["left_out"]:
-        report.add("left out", [Finding(NOTHING, ", ".join(left_out))])
+        report.add("left out", [unchecked(", ".join(left_out))])
     return report.close()
 
 
@@ -341,14 +341,14 @@ def _compare(one: dict, ranks: list[dict]) -> dict[str, Finding]:
     alone = {f"step {i}": _loss([step], one["sums"]) for i, (step, _) in enumerate(steps, 1)}
     together = {f"step {i}": _loss(parts, one["sums"]) for i, (_, parts) in enumerate(steps, 1)}
     findings = {
-        "samples": Finding(WRONG, wrong_samples) if wrong_samples else Finding(OK, right),
+        "samples": problem(wrong_samples) if wrong_samples else fine(right),
         "losses": _judge_equal(alone, [together]),
         "weights": _judge_equal(one["weights"], [run["weights"] for run in ranks], one["update"]),
         **{name: _judge_equal(one[name], [run[name] for run in ranks]) for name in ("validation", "predictions")},
     }
     if wrong := {name for name, finding in findings.items() if finding.mark == WRONG}:
         first_alike = torch.isclose(alone["step 1"], together["step 1"], rtol=1e-6, equal_nan=True)
-        findings["reason"] = Finding(HINT, reason or _likely_reason(one, steps, wrong, bool(first_alike)))
+        findings["reason"] = doubtful(reason or _likely_reason(one, steps, wrong, bool(first_alike)))
     return findings
 
 
@@ -443,19 +443,19 @@ def _judge_equal(mine: dict[str, Tensor], others: list[dict[str, Tensor]], updat
         scale = max(_largest(a), min(1.0, greatest)) if update is None else update
         b, who = others[rank][what], f"rank {rank}" if len(others) > 1 else "all ranks together"
         if a.shape != b.shape:
-            return Finding(WRONG, f"{what}: {tuple(b.shape)} on {who}, {tuple(a.shape)} on one process")
+            return problem(f"{what}: {tuple(b.shape)} on {who}, {tuple(a.shape)} on one process")
         allowed = TOLERANCE * scale + (100 * torch.finfo(a.dtype).eps * _largest(a) if a.is_floating_point() else 0.0)
         apart = ~torch.isclose(_wide(a), _wide(b), rtol=0.0, atol=allowed, equal_nan=True)
         if apart.any():
             at = tuple(apart.nonzero()[0].tolist())
-            return Finding(WRONG, f"{what}{list(at) or ''}: {b[at]:.6g} on {who}, {a[at]:.6g} on one process")
+            return problem(f"{what}{list(at) or ''}: {b[at]:.6g} on {who}, {a[at]:.6g} on one process")
         difference = _largest(_wide(a) - _wide(b))
         largest = max(largest, difference)
         if difference > DOUBLE * scale:
             single = ": rounding of float32, in which the learner computes, or a part of it"
     if odd := [what for what, a in mine.items() if not a.isfinite().all()]:
-        return Finding(HINT, f"NaN or infinite values, alike on one process: {first_few(odd)}")
-    return Finding(OK, f"largest difference {largest:.1e}, {of} up to {greatest:.2g}{single}")
+        return doubtful(f"NaN or infinite values, alike on one process: {first_few(odd)}")
+    return fine(f"largest difference {largest:.1e}, {of} up to {greatest:.2g}{single}")
 
 
 def _largest(t: Tensor) -> float:

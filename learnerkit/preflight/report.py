@@ -5,6 +5,7 @@ It imports no torch, as the launcher's side of the doctor needs it.
 
 import textwrap
 from collections.abc import Iterable
+from functools import partial
 from typing import NamedTuple
 
 from learnerkit.text import escaped
@@ -27,6 +28,10 @@ class Finding(NamedTuple):
     mark: str
     text: str
     advice: str = ""
+
+
+fine, doubtful, problem, unchecked = (partial(Finding, mark) for mark in (OK, HINT, WRONG, NOTHING))
+"""These make the findings with these marks, from their text and advice."""
 
 
 def notable(findings: Iterable[Finding]) -> list[Finding]:

@@ -26,7 +26,7 @@ from learnerkit.marks import collective, not_collective
 from learnerkit.preflight.activations import judge_activations
 from learnerkit.preflight.memory import bytes_of, judge_memory, judge_shards
 from learnerkit.preflight.prediction import Seen
-from learnerkit.preflight.report import HINT, NOTHING, OK, WRONG, Finding, Report, notable
+from learnerkit.preflight.report import HINT, WRONG, Finding, Report, doubtful, fine, notable, problem, unchecked
 from learnerkit.shards import gathered
 from learnerkit.state import Learner
 from learnerkit.text import first_few, in_one_line
@@ -54,7 +54,7 @@ def check(learn: "Learner", memory: str | int | None = None) -> bool:
         for dl in learn.dls.loaders[:2]:
             refuse_iterator(dl)
         if learn.dls.valid is None:
-            step.found["validation"].append(Finding(NOTHING, "there is no validation loader"))
+            step.found["validation"].append(unchecked("there is no validation loader"))
         with learn.no_bar(), learn._trying("check", [step, step.first]) as train:
             sharded = learn.n_ranks > 1
             step.stage = "optimizer"
@@ -83,7 +83,7 @@ Named = list[tuple[str, nn.Parameter]]
 """Parameters with their names."""
 
 _ALWAYS = {*TOPICS[:6], "validation"}  # the topics that every check should reach
-_NOT_REACHED = [Finding(NOTHING, "not reached")]
+_NOT_REACHED = [unchecked("not reached")]
 
 
 def of_all_ranks(everyone: Sequence[Mapping[str, list[Finding]]]) -> dict[str, list[Finding]]:
@@ -151,7 +151,7 @@ class StepCheck(Callback):
         learn = self.learn
         self._named = list(unwrap(learn.model).named_parameters())  # a sharded model has others than before the fit
         if lone := arguments.lone_last_batch(learn.dl, learn.model):
-            hooks = arguments.watched_norms(learn, lambda: self.found.update(batchnorm=[Finding(WRONG, lone)]))
+            hooks = arguments.watched_norms(learn, lambda: self.found.update(batchnorm=[problem(lone)]))
             self._norm_hooks.enter_context(hooks)
         learn.dl = OneBatch(learn.dl, 1)
 
@@ -221,7 +221,7 @@ class StepCheck(Callback):
             self._judge_gradients()
         self._before = None
         self.found["optimizer"] += [
-            Finding(HINT, "a callback cancelled the step, as a gradient scaler may"),
+            doubtful("a callback cancelled the step, as a gradient scaler may"),
             *(f for f in judge_optimizer(self._named, [], self.learn.opts, None) if f.mark == WRONG),
         ]
 
@@ -240,11 +240,11 @@ class StepCheck(Callback):
             return
         value = 0.0 if absent else float(learn.loss)
         if not math.isfinite(value):
-            finding = Finding(WRONG, f"loss {value}, which is not a finite number", "look at the model in eval mode")
+            finding = problem(f"loss {value}, which is not a finite number", "look at the model in eval mode")
         elif absent:
-            finding = Finding(OK, "no loss, as the model makes its own in training alone")
+            finding = fine("no loss, as the model makes its own in training alone")
         else:
-            finding = Finding(OK, f"loss {value:.4g}")
+            finding = fine(f"loss {value:.4g}")
         self.found["validation"].append(finding)
         self.stage = "metrics"
         self.found["metrics"] += judge_metrics(learn)
@@ -254,14 +254,14 @@ class StepCheck(Callback):
     def failed(self, error: Exception, model: nn.Module) -> None:
         """Note the error that ended the check, raised by `model`, a callback or the loop around them."""
         if isinstance(error, PeerError):
-            self.found["other ranks"].append(Finding(WRONG, in_one_line(error)))
+            self.found["other ranks"].append(problem(in_one_line(error)))
             return
         text = [in_one_line(error), *(note.replace("\n", "; ") for note in getattr(error, "__notes__", []))]
         if ending_of(error).callback not in ("", repr(self)):
             self.stage = "callbacks"
         elif self._running_model and self.stage == "prediction":
             self.found["inputs"] += judge_inputs(self._xb, model, ran=False)
-        self.found[self.stage].append(Finding(WRONG, "; ".join(filter(None, text))))
+        self.found[self.stage].append(problem("; ".join(filter(None, text))))
 
 
 # Judgements: functions of facts
@@ -279,15 +279,15 @@ def judge_inputs(xb: Any, model: nn.Module, ran: bool) -> list[Finding]:
             how = "make them x.float() / 255 in the dataset" if raw else "convert them in the dataset, or the model"
             findings.append(Finding(HINT if ran else WRONG, f"{_about(t)}, {into}", how))
         elif _looks_like_pixels(t):
-            findings.append(Finding(HINT, f"{_about(t)}: pixels of 0 .. 255?", "scale them, x / 255"))
+            findings.append(doubtful(f"{_about(t)}: pixels of 0 .. 255?", "scale them, x / 255"))
         if devices and t.device not in devices:
             where = ", ".join(sorted(map(str, devices)))
             advice = "leave both to the Learner, or move them there"
-            findings.append(Finding(WRONG, f"{_about(t)}, but the model is on {where}", advice))
+            findings.append(problem(f"{_about(t)}, but the model is on {where}", advice))
     findings += _not_finite(tensors, "the dataset")
     if losses.is_constant(xb):
-        findings.append(Finding(HINT, f"{_all_about(tensors)}: all values are the same", "look into the dataset"))
-    return findings or [Finding(OK, _all_about(tensors) or describe(xb))]
+        findings.append(doubtful(f"{_all_about(tensors)}: all values are the same", "look into the dataset"))
+    return findings or [fine(_all_about(tensors) or describe(xb))]
 
 
 def judge_targets(loss_func: Any, pred: Any, yb: tuple) -> list[Finding]:
@@ -300,7 +300,7 @@ def judge_targets(loss_func: Any, pred: Any, yb: tuple) -> list[Finding]:
     if len(yb) == 1 and isinstance(yb[0], Tensor) and isinstance(pred, Tensor):
         findings += _judge_values(loss_func, pred, yb[0])
     about = _all_about(tensors) or ("none; the model makes its own loss" if loss_func is None else "none")
-    return findings or [Finding(OK, about)]
+    return findings or [fine(about)]
 
 
 def _judge_values(loss_func: Any, pred: Tensor, target: Tensor) -> Iterator[Finding]:
@@ -311,20 +311,20 @@ def _judge_values(loss_func: Any, pred: Tensor, target: Tensor) -> Iterator[Find
         target = losses.class_numbers(target)
         is_mean = losses.loss_option(loss_func, "reduction", "mean") == "mean"
         if is_mean and target.numel() and bool((target == losses.loss_option(loss_func, "ignore_index", -100)).all()):
-            yield Finding(WRONG, f"{about}: all of them are ignore_index, so that the loss is the mean of nothing")
+            yield problem(f"{about}: all of them are ignore_index, so that the loss is the mean of nothing")
         text, advice = losses.out_of_range(loss_func, pred, target)
         if text:
-            yield Finding(WRONG, f"{about}: {text}", advice)
+            yield problem(f"{about}: {text}", advice)
     elif losses.is_one_of(loss_func, (*losses.BINARY_LOGITS, *losses.BINARY_SHARES)):
         if not _are_shares(target):
-            yield Finding(WRONG, f"{about}: {name} takes values from 0 to 1")
+            yield problem(f"{about}: {name} takes values from 0 to 1")
         if losses.is_one_of(loss_func, losses.BINARY_SHARES) and not _are_shares(pred):
             text = f"{name} takes predictions from 0 to 1 and got {_about(pred)}"
-            yield Finding(WRONG, text, "use BCEWithLogitsLoss, or end the model with a sigmoid")
+            yield problem(text, "use BCEWithLogitsLoss, or end the model with a sigmoid")
     elif target.is_floating_point() or not pred.is_floating_point():
         return
     elif losses.is_one_of(loss_func, losses.ELEMENTWISE):
-        yield Finding(WRONG, f"{about}: {name} compares floats", "use .float()")
+        yield problem(f"{about}: {name} compares floats", "use .float()")
 
 
 def _are_shares(t: Tensor) -> bool:
@@ -334,7 +334,7 @@ def _are_shares(t: Tensor) -> bool:
 def judge_prediction(loss_func: Any, pred: Any) -> list[Finding]:
     """Judge the values of the predictions: whether they are what the loss expects."""
     if pred is None:
-        return [Finding(OK, "none: the model returned its loss alone, or they stay on the GPUs where they were made")]
+        return [fine("none: the model returned its loss alone, or they stay on the GPUs where they were made")]
     tensors = list(tensors_in(pred))
     if found := _not_finite(tensors, "the model"):
         return found
@@ -351,8 +351,8 @@ def judge_prediction(loss_func: Any, pred: Any) -> list[Finding]:
             hint = "a softmax before CrossEntropyLoss? It takes raw scores and does that itself"
             advice = "leave the softmax out"
     if hint:
-        return [Finding(HINT, f"{_about(pred)}: {hint}", advice)]
-    return [Finding(OK, _all_about(tensors) or describe(pred))]
+        return [doubtful(f"{_about(pred)}: {hint}", advice)]
+    return [fine(_all_about(tensors) or describe(pred))]
 
 
 def judge_loss(loss_func: Any, pred: Any, loss: Tensor, doubt: str) -> list[Finding]:
@@ -362,16 +362,16 @@ def judge_loss(loss_func: Any, pred: Any, loss: Tensor, doubt: str) -> list[Find
     """
     value = float(loss.detach())
     if not math.isfinite(value):
-        return [Finding(WRONG, f"{value}: not a finite number", "look at the predictions, the targets and the loss")]
+        return [problem(f"{value}: not a finite number", "look at the predictions, the targets and the loss")]
     if doubt:
-        return [Finding(HINT, f"{value:.4g}; {doubt}")]
+        return [doubtful(f"{value:.4g}; {doubt}")]
     if not (losses.is_cross_entropy(loss_func) and isinstance(pred, Tensor) and pred.ndim > 1 and pred.shape[1] > 1):
-        return [Finding(OK, f"{value:.4g}")]
+        return [fine(f"{value:.4g}")]
     guess = math.log(pred.shape[1])
     if losses.loss_option(loss_func, "reduction", "mean") == "mean" and value > 4 * guess + 1:
         text = f"{value:.4g}, far above the {guess:.3g} of guessing"
-        return [Finding(HINT, text, "are inputs and first weights of a suitable size?")]
-    return [Finding(OK, f"{value:.4g} (guessing: {guess:.3g})")]
+        return [doubtful(text, "are inputs and first weights of a suitable size?")]
+    return [fine(f"{value:.4g} (guessing: {guess:.3g})")]
 
 
 def judge_count(learn: "Learner") -> str:
@@ -434,7 +434,7 @@ def judge_gradients(named: Named, scaled: bool, own_loop: bool, made: Collection
     findings = []
     if dropped:
         text = f"{first_few(dropped)}: a callback has dropped theirs, so that this step does not train them"
-        findings.append(Finding(HINT, text))
+        findings.append(doubtful(text))
     if none:
         text = f"{first_few(none)} got none: the loss does not depend on them"
         advice = "use them, or freeze them"
@@ -448,7 +448,7 @@ def judge_gradients(named: Named, scaled: bool, own_loop: bool, made: Collection
         findings.append(Finding(WRONG if len(zero) == len(grads) else HINT, text))
     frozen = len(named) - len(trained)
     counts = f"{len(grads)} of {len(trained)} trainable parameters" + (f", {frozen} frozen" if frozen else "")
-    return findings or [Finding(OK, counts)]
+    return findings or [fine(counts)]
 
 
 def judge_optimizer(named: Named, stuck: list[str], opts: list, loss_func: Any) -> list[Finding]:
@@ -466,17 +466,16 @@ def judge_optimizer(named: Named, stuck: list[str], opts: list, loss_func: Any) 
     findings = []
     if forgotten:
         text = f"{first_few(forgotten)}: trainable, but no optimizer holds them"
-        findings.append(Finding(WRONG, text, "let the splitter (or opt_func) return them"))
+        findings.append(problem(text, "let the splitter (or opt_func) return them"))
     loss, known = owner_of(loss_func), {p for _, p in named}
     of_loss = loss.named_parameters() if isinstance(loss, nn.Module) else ()
     if alone := [name for name, p in of_loss if p.requires_grad and p not in rates and p not in known]:
         text = f"{first_few(alone)} of the loss: trainable, but no optimizer holds them"
-        findings.append(Finding(HINT, text, "let the splitter return them, too, if they are to be trained"))
+        findings.append(doubtful(text, "let the splitter return them, too, if they are to be trained"))
     if stuck:
-        text = f"{first_few(stuck)}: have gradients, and the step did not change them (lr {shown})"
-        findings.append(Finding(WRONG, text))
+        findings.append(problem(f"{first_few(stuck)}: have gradients, and the step did not change them (lr {shown})"))
     names = ", ".join(type(opt).__name__ for opt in opts)
-    return findings or [Finding(OK, f"{names}, lr {shown}{optim.decays_text(opts)}")]
+    return findings or [fine(f"{names}, lr {shown}{optim.decays_text(opts)}")]
 
 
 def _rates(opts: list, name: str = "lr") -> dict[Tensor, float]:
@@ -507,11 +506,11 @@ def judge_metrics(learn: "Learner") -> list[Finding]:
     try:
         metrics = copy.deepcopy(learn.metrics)
     except Exception as e:  # A fit may need no copies.
-        return [Finding(NOTHING, f"not checked, as they cannot be copied: {in_one_line(e)}")]
+        return [unchecked(f"not checked, as they cannot be copied: {in_one_line(e)}")]
     try:
         meters = meters_of(metrics, learn)
     except Exception as e:
-        return [Finding(WRONG, in_one_line(e))]
+        return [problem(in_one_line(e))]
     values, findings = [], []
     for meter in meters:
         try:
@@ -521,8 +520,8 @@ def judge_metrics(learn: "Learner") -> list[Finding]:
             values += [f"{name} {value:.4g}" for name, value in zip(meter.columns, alone.metrics(), strict=True)]
         except Exception as e:
             got = f"predictions: {describe(learn.pred)}; targets: {describe(learn.yb)}"
-            findings.append(Finding(WRONG, f"{meter.name}: {in_one_line(e)}; it got {got}"))
-    return findings or [Finding(OK, ", ".join(values))] * bool(values)
+            findings.append(problem(f"{meter.name}: {in_one_line(e)}; it got {got}"))
+    return findings or [fine(", ".join(values))] * bool(values)
 
 
 # Tensors and losses, in words
@@ -555,7 +554,7 @@ def _not_finite(tensors: list[Tensor], source: str) -> list[Finding]:
         if not _is_finite(t):
             n = (~_values(t).isfinite()).sum()
             text = f"{_about(t)}; {int(n)} of {t.numel()} values are NaN or infinite"
-            findings.append(Finding(WRONG, text, f"look into {source}"))
+            findings.append(problem(text, f"look into {source}"))
     return findings
 
 
