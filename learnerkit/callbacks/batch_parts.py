@@ -522,9 +522,10 @@ def _add_gradients(given: dict[Tensor, Tensor], leaves: list[Tensor]) -> None:
         given: the tensors at which the backward pass starts, with their gradients.
         leaves: the tensors that may get a gradient.
     """
-    outputs = list(given)
-    grads = torch.autograd.grad(outputs, leaves, list(given.values()), allow_unused=True) if outputs else ()
-    for p, grad in zip(leaves, grads, strict=bool(outputs)):
+    if not given:
+        return
+    grads = torch.autograd.grad(list(given), leaves, list(given.values()), allow_unused=True)
+    for p, grad in zip(leaves, grads, strict=True):
         if grad is not None:
             p.grad = grad if p.grad is None else p.grad + grad
 

@@ -199,7 +199,7 @@ class StepCheck(Callback):
 
     @collective
     def _note_gradients(self, first: Callback) -> None:
-        self._made = {name for name, p in self._named if p.grad is not None and bool(_values(p.grad).any())}
+        self._made = {name for name, p in self._named if p.grad is not None and _values(p.grad).any()}
 
     @collective
     def before_step(self) -> None:
@@ -296,7 +296,7 @@ def judge_targets(loss_func: Any, pred: Any, yb: tuple) -> list[Finding]:
     Wrong types and shapes are errors of the loss itself, with a note that explains them.
     """
     tensors = list(tensors_in(yb))
-    findings = _not_finite(tensors, "the dataset")
+    findings = [*_not_finite(tensors, "the dataset")]
     if len(yb) == 1 and isinstance(yb[0], Tensor) and isinstance(pred, Tensor):
         findings += _judge_values(loss_func, pred, yb[0])
     about = _all_about(tensors) or ("none; the model makes its own loss" if loss_func is None else "none")
@@ -310,7 +310,7 @@ def _judge_values(loss_func: Any, pred: Tensor, target: Tensor) -> Iterator[Find
     if losses.is_cross_entropy(loss_func) and pred.ndim and not target.is_floating_point():
         target = losses.class_numbers(target)
         is_mean = losses.loss_option(loss_func, "reduction", "mean") == "mean"
-        if is_mean and target.numel() and bool((target == losses.loss_option(loss_func, "ignore_index", -100)).all()):
+        if is_mean and target.numel() and (target == losses.loss_option(loss_func, "ignore_index", -100)).all():
             yield problem(f"{about}: all of them are ignore_index, so that the loss is the mean of nothing")
         text, advice = losses.out_of_range(loss_func, pred, target)
         if text:
@@ -336,7 +336,7 @@ def judge_prediction(loss_func: Any, pred: Any) -> list[Finding]:
     if pred is None:
         return [fine("none: the model returned its loss alone, or they stay on the GPUs where they were made")]
     tensors = list(tensors_in(pred))
-    if found := _not_finite(tensors, "the model"):
+    if found := [*_not_finite(tensors, "the model")]:
         return found
     hint, advice = losses.repeated(loss_func, pred)
     scores = isinstance(pred, Tensor) and pred.is_floating_point() and pred.ndim > 1
@@ -426,7 +426,7 @@ def judge_gradients(named: Named, scaled: bool, own_loop: bool, made: Collection
     """
     trained = [(name, p) for name, p in named if p.requires_grad]
     grads = {name: p.grad for name, p in trained if p.grad is not None}
-    all_zero = [name for name, g in grads.items() if g.numel() and not bool(_values(g).any())]
+    all_zero = [name for name, g in grads.items() if g.numel() and not _values(g).any()]
     dropped = [name for name, _ in trained if name in made and (name in all_zero or name not in grads)]
     none = [name for name, _ in trained if name not in made and name not in grads]
     zero = [name for name in all_zero if name not in made]
@@ -547,15 +547,12 @@ def _is_finite(t: Tensor) -> bool:
 
 
 @not_collective("batches and predictions are no shards")
-def _not_finite(tensors: list[Tensor], source: str) -> list[Finding]:
+def _not_finite(tensors: list[Tensor], source: str) -> Iterator[Finding]:
     """Return a problem for each tensor with values that are not finite, which come from `source`."""
-    findings = []
     for t in tensors:
         if not _is_finite(t):
-            n = (~_values(t).isfinite()).sum()
-            text = f"{_about(t)}; {int(n)} of {t.numel()} values are NaN or infinite"
-            findings.append(problem(text, f"look into {source}"))
-    return findings
+            n = int((~_values(t).isfinite()).sum())
+            yield problem(f"{_about(t)}; {n} of {t.numel()} values are NaN or infinite", f"look into {source}")
 
 
 def _looks_like_pixels(t: Tensor) -> bool:
