@@ -18,7 +18,10 @@ REACH_SECONDS = 25.0  # the time for a rank to reach the store
 Facts = dict[str, Any]
 """The facts of one rank: 'rank', 'host', 'machine', and by topic what it has seen, or its 'error'."""
 
-Judge = Callable[[list[Facts]], list[Finding]]
+Ranks = list[Facts]
+"""The facts of some ranks, or of all of them."""
+
+Judge = Callable[[Ranks], list[Finding]]
 """Concludes from the facts of all ranks what to report about a topic."""
 
 
@@ -96,32 +99,32 @@ def open_board(rank: int, size: int) -> Board:
 # Words
 
 
-def by_machine(everyone: list[Facts]) -> list[list[Facts]]:
+def by_machine(everyone: Ranks) -> list[Ranks]:
     """Group the ranks by their machines."""
-    machines: dict[str, list[Facts]] = {}
+    machines: dict[str, Ranks] = {}
     for facts in everyone:
         machines.setdefault(facts["machine"], []).append(facts)
     return list(machines.values())
 
 
-def hosts(ranks: list[Facts]) -> str:
+def hosts(ranks: Ranks) -> str:
     """Return the names of the machines of some ranks."""
     return first_few(group[0]["host"] for group in by_machine(ranks))
 
 
-def places(ranks: list[Facts]) -> str:
+def places(ranks: Ranks) -> str:
     """Name some ranks and their machines."""
     return f"rank{'s' * (len(ranks) > 1)} {first_few(f['rank'] for f in ranks)} ({hosts(ranks)})"
 
 
-def per_machine(judge: Callable[[list[Facts], list[Facts]], Finding]) -> Judge:
+def per_machine(judge: Callable[[Ranks, Ranks], Finding]) -> Judge:
     """Turn a judge of one machine's ranks, which gets all ranks as its second argument, into a judge of all machines.
 
     Where the machines differ, it names those with a hint or a problem; if all are fine, it shows the first one.
     """
 
-    def judge_all(everyone: list[Facts]) -> list[Finding]:
-        by_finding: dict[Finding, list[Facts]] = {}
+    def judge_all(everyone: Ranks) -> list[Finding]:
+        by_finding: dict[Finding, Ranks] = {}
         for group in by_machine(everyone):
             by_finding.setdefault(judge(group, everyone), []).append(group[0])
         if len(by_finding) == 1:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from learnerkit import distributed
 from learnerkit.marks import collective
-from learnerkit.preflight.facts import Board, Facts, Judge, places
+from learnerkit.preflight.facts import Board, Facts, Judge, Ranks, places
 from learnerkit.preflight.report import Finding, doubtful, fine, problem
 from learnerkit.text import in_one_line, in_units
 
@@ -44,7 +44,7 @@ def look_at_files(board: Board) -> Facts:
     return {"folder": os.getcwd(), "seen": seen, "refused": refused}
 
 
-def judge_files(everyone: list[Facts]) -> list[Finding]:
+def judge_files(everyone: Ranks) -> list[Finding]:
     """Judge whether the ranks share a file system."""
     files = everyone[0]["file system"]
     if files["refused"]:
@@ -69,7 +69,7 @@ def connect(board: Board) -> Facts:
     return {"config": dist.get_backend_config()}
 
 
-def judge_backend(everyone: list[Facts]) -> list[Finding]:
+def judge_backend(everyone: Ranks) -> list[Finding]:
     """Name the library that carries the data of each device."""
     libraries = dict(part.split(":") for part in everyone[0]["backend"]["config"].split(","))
     used = dict.fromkeys([everyone[0]["devices"].get("type", "cpu"), "cpu"])
@@ -101,7 +101,7 @@ def compare_clocks(board: Board) -> Facts:
     return {"ahead": ahead}
 
 
-def judge_clocks(everyone: list[Facts]) -> list[Finding]:
+def judge_clocks(everyone: Ranks) -> list[Finding]:
     """Judge whether the clocks agree within a second."""
     ahead = everyone[0]["clock"]["ahead"]
     if not (off := [f for f, seconds in zip(everyone, ahead, strict=True) if abs(seconds) >= 1]):
@@ -133,7 +133,7 @@ def measure_all_reduce(board: Board) -> Facts:
     return {"seconds": medians, "right": right}
 
 
-def judge_all_reduce(everyone: list[Facts]) -> list[Finding]:
+def judge_all_reduce(everyone: Ranks) -> list[Finding]:
     """Report latency, and bandwidth as that of a link: bytes/s times 2(n - 1)/n (nccl-tests, doc/PERFORMANCE.md)."""
     n = len(everyone)
     parts = []

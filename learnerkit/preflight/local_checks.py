@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from learnerkit import __version__, distributed
 from learnerkit.launch.addresses import interface_of, own_address
-from learnerkit.preflight.facts import Facts, Judge, by_machine, hosts, per_machine, places
+from learnerkit.preflight.facts import Facts, Judge, Ranks, by_machine, hosts, per_machine, places
 from learnerkit.preflight.report import HINT, WRONG, Finding, doubtful, fine, problem, unchecked
 from learnerkit.processes.machine import LOOPBACK_INTERFACE
 from learnerkit.text import first_few, in_units
@@ -29,7 +29,7 @@ def look_at_versions() -> Facts:
     }  # fmt: skip
 
 
-def judge_versions(everyone: list[Facts]) -> list[Finding]:
+def judge_versions(everyone: Ranks) -> list[Finding]:
     """Compare all versions with those of rank 0."""
     first, findings = everyone[0]["versions"], []
     for name, version in first.items():
@@ -54,7 +54,7 @@ def look_at_device() -> Facts:
     }  # fmt: skip
 
 
-def judge_devices(everyone: list[Facts]) -> list[Finding]:
+def judge_devices(everyone: Ranks) -> list[Finding]:
     """Judge the devices: of one kind, one for each process, and used by no other program."""
     findings, first = [], everyone[0]["devices"]
     if unlike := [f for f in everyone if f["devices"]["name"] != first["name"]]:
@@ -79,7 +79,7 @@ def judge_devices(everyone: list[Facts]) -> list[Finding]:
     return [fine(f"{len(everyone)} x {first['name']}, {text}")]
 
 
-def judge_peers(group: list[Facts], everyone: list[Facts]) -> Finding:
+def judge_peers(group: Ranks, everyone: Ranks) -> Finding:
     """Judge whether the GPUs of a machine read each other's memory directly."""
     if "peers" not in group[0]["devices"]:
         return unchecked("no GPUs")
@@ -96,7 +96,7 @@ def look_at_threads() -> Facts:
     return {"threads": torch.get_num_threads(), "cores": list(cores)}
 
 
-def judge_threads(group: list[Facts], everyone: list[Facts]) -> Finding:
+def judge_threads(group: Ranks, everyone: Ranks) -> Finding:
     """Judge whether a machine has a core for each thread of its processes."""
     threads = sum(f["threads"]["threads"] for f in group)
     cores = len({core for f in group for core in f["threads"]["cores"]})
@@ -122,7 +122,7 @@ def look_at_network() -> Facts:
     }  # fmt: skip
 
 
-def judge_network(group: list[Facts], everyone: list[Facts]) -> Finding:
+def judge_network(group: Ranks, everyone: Ranks) -> Finding:
     """Judge whether others would find a machine at the address where it listens.
 
     Gloo listens on the interface in GLOO_SOCKET_IFNAME, else at the address of the host's name if the machine has it,
@@ -164,7 +164,7 @@ def look_at_infiniband() -> Facts:
     }  # fmt: skip
 
 
-def judge_infiniband(group: list[Facts], everyone: list[Facts]) -> Finding:
+def judge_infiniband(group: Ranks, everyone: Ranks) -> Finding:
     """Judge whether NCCL can use InfiniBand between machines."""
     own = group[0]["infiniband"]
     adapters = ",".join(own["devices"])
@@ -197,7 +197,7 @@ def look_at_ports() -> Facts:
     return {"meet": f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}", "picked": picked}
 
 
-def judge_ports(group: list[Facts], everyone: list[Facts]) -> Finding:
+def judge_ports(group: Ranks, everyone: Ranks) -> Finding:
     """Name the ports that a firewall must open; the first is open, as the ranks have met there."""
     ports = group[0]["ports"]
     low, high = ports["picked"] or (1024, 65535)
@@ -215,7 +215,7 @@ def look_at_shared_memory() -> Facts:
     return {"size": disk.f_frsize * disk.f_blocks, "free": disk.f_frsize * disk.f_bavail}
 
 
-def judge_shared_memory(group: list[Facts], everyone: list[Facts]) -> Finding:
+def judge_shared_memory(group: Ranks, everyone: Ranks) -> Finding:
     """Judge the memory for each process: 1 GB is enough, less than 128 MB a problem (Docker gives 64 MB to all)."""
     memory = group[0]["/dev/shm"]
     if memory["size"] is None:
@@ -235,7 +235,7 @@ def look_at_limits() -> Facts:
     return {"soft": soft, "hard": hard, "sharing": torch.multiprocessing.get_sharing_strategy()}
 
 
-def judge_limits(group: list[Facts], everyone: list[Facts]) -> Finding:
+def judge_limits(group: Ranks, everyone: Ranks) -> Finding:
     """Judge the number: some hundreds for workers and the tensors they pass on, and some for each connection."""
     limit, needed = group[0]["open files"], 512 + 32 * len(everyone)
     if limit["soft"] >= needed:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from learnerkit.launch import cli
-from learnerkit.preflight.facts import Board, Facts, Judge, by_machine, open_board, places
+from learnerkit.preflight.facts import Board, Facts, Judge, Ranks, by_machine, open_board, places
 from learnerkit.preflight.report import NOTHING, WRONG, Finding, Report, fine, problem, unchecked
 from learnerkit.text import first_few, in_one_line
 
@@ -148,7 +148,7 @@ def time_limit(report: Report, rank: int, topic: str, advice: str, board: Board 
         over.set()
 
 
-def judge_ranks(everyone: list[Facts], missing: Sequence[int]) -> list[Finding]:
+def judge_ranks(everyone: Ranks, missing: Sequence[int]) -> list[Finding]:
     """Name the ranks that have come, and those that have not."""
     total, groups = len(everyone) + len(missing), by_machine(everyone)
     where = first_few(f"{group[0]['host']} ({len(group)})" for group in groups)
@@ -161,7 +161,7 @@ def judge_ranks(everyone: list[Facts], missing: Sequence[int]) -> list[Finding]:
     return [fine(f"{total} on {len(groups)} machine{'s' * (len(groups) > 1)}: {where}")]
 
 
-def judged(topic: str, judge: Judge, everyone: list[Facts], advice: str = "") -> list[Finding]:
+def judged(topic: str, judge: Judge, everyone: Ranks, advice: str = "") -> list[Finding]:
     """Return the findings about a topic, or one that says why there are none: a problem if there is advice for it."""
     failed = [f for f in everyone if "error" in f[topic]]
     try:
