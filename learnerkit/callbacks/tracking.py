@@ -31,6 +31,9 @@ _LESS_IS_BETTER = re.compile(
     r"loss|error|perplexity|cross.?entropy|(?<![a-z0-9])(mse|rmse|mae|mape|nll|b?ce|ppl|wer|cer|brier|ece|fid)(?![a-z0-9])",
     re.IGNORECASE,
 )
+Better = Callable[[Any, Any], Any]
+"""A function of (value, best) that says whether the value is better."""
+
 _COMP = "it is a function of (value, best) that says whether the value is better, such as operator.lt or numpy.greater"
 
 
@@ -63,11 +66,7 @@ class TrackerCallback(NamedState):
 
     @suggests_keywords
     def __init__(
-        self,
-        monitor: str = "valid_loss",
-        comp: Callable[[Any, Any], Any] | None = None,
-        min_delta: float = 0.0,
-        reset_on_fit: bool = True,
+        self, monitor: str = "valid_loss", comp: Better | None = None, min_delta: float = 0.0, reset_on_fit: bool = True
     ) -> None:
         if not isinstance(monitor, str):
             raise TypeError(f"got monitor={monitor!r}; it is the name of a column of the table, such as 'valid_loss'")
@@ -150,7 +149,7 @@ class SaveModelCallback(TrackerCallback):
     def __init__(
         self,
         monitor: str = "valid_loss",
-        comp: Callable[[Any, Any], Any] | None = None,
+        comp: Better | None = None,
         min_delta: float = 0.0,
         fname: str | Path = "model",
         every_epoch: bool | int = False,
@@ -287,7 +286,7 @@ class _Patient(TrackerCallback):
     def __init__(
         self,
         monitor: str = "valid_loss",
-        comp: Callable[[Any, Any], Any] | None = None,
+        comp: Better | None = None,
         min_delta: float = 0.0,
         patience: int = 1,
         reset_on_fit: bool = True,
@@ -353,7 +352,7 @@ class ReduceLROnPlateau(_Patient):
     def __init__(
         self,
         monitor: str = "valid_loss",
-        comp: Callable[[Any, Any], Any] | None = None,
+        comp: Better | None = None,
         min_delta: float = 0.0,
         patience: int = 1,
         factor: float = 10.0,
