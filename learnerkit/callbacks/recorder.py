@@ -477,7 +477,7 @@ class Recorder(Callback):
             )
             return
         if name not in self.logged:
-            if name in (*self._names(), "epoch", "time"):
+            if name in (*self._names(), "time"):
                 raise ValueError(f"log_metric got {name!r}, which is a column already; choose another name")
             self.logged[name] = WeighedScalars()
         self.logged[name].append(value, weight)
@@ -495,7 +495,7 @@ class Recorder(Callback):
         self._train_meters = meters_of(copy.deepcopy(metrics), self.learn) if self.train_metrics else []
         self._valid_meters = meters_of(metrics, self.learn) if self.valid_metrics else []
         declared = dict.fromkeys(name for cb in self.learn.cbs for name in cb.logs)
-        self.metric_names = ["epoch", *self._names(), *declared, *(["time"] if self.add_time else [])]
+        self.metric_names = self._names(declared)
         self._start_epoch()  # here too: an epoch may be cancelled before this callback's `before_epoch`
 
     def note_columns(self, meters: list[Meter]) -> None:
@@ -503,13 +503,16 @@ class Recorder(Callback):
         for own, other in zip(self._valid_meters, meters, strict=False):
             own.columns = other.columns
 
-    def _names(self) -> list[str]:
+    def _names(self, logged: Iterable[str] = ()) -> list[str]:
+        "Return the columns of the table, with those of the logged values."
         train = [name for meter in self._train_meters for name in meter.columns]
         valid = [name for meter in self._valid_meters for name in meter.columns]
         if self.train_metrics:
             train, valid = [f"train_{name}" for name in train], [f"valid_{name}" for name in valid]
         valid = ["valid_loss", *valid] if self._has_valid_loss else valid
-        return ["train_loss", *train, *(valid if self.learn.dls.valid is not None else [])]
+        if self.learn.dls.valid is None:
+            valid = []
+        return ["epoch", "train_loss", *train, *valid, *logged, *(["time"] if self.add_time else [])]
 
     def before_epoch(self) -> None:
         first = getattr(self.learn, "recorder", self)
@@ -586,7 +589,7 @@ class Recorder(Callback):
     def _write(self, epoch: int | str, values: list[float], logged: dict[str, float], n_batches: int) -> None:
         # Columns keep the order of the last row.
         logged = {name: logged[name] for name in (*self.metric_names, *logged) if name in logged}
-        self.metric_names = ["epoch", *self._names(), *logged, *(["time"] if self.add_time else [])]
+        self.metric_names = self._names(logged)
         self.final_record = [*values, *logged.values()]
         self.values.append(self.final_record)
         self.iters.append(n_batches)
