@@ -213,7 +213,7 @@ class EMA(_Averaging):
         arguments.check_count("every", every)
         arguments.check_count("start", start, "a number of optimizer steps", least=0)
         for name, value in (("module", module), ("of", of)):
-            if not (value is None or isinstance(value, nn.Module)):
+            if not isinstance(value, nn.Module | None):
                 raise TypeError(f"got {name}={value!r}; it is a module, such as learn.model or a part of it")
         self.decay = decay
         self.every = every
@@ -426,8 +426,8 @@ class SWA(_Averaging):
     def _chosen(self) -> dict[str, tuple[Tensor, Tensor]]:
         model = unwrap(self.learn.model)
         statistics = {t for norm in _tracking(model) for t in norm.buffers(recurse=False)}
-        named = {name: t for name, t in model.named_buffers() if t in statistics}
-        return {name: (t, t) for name, t in (*model.named_parameters(), *named.items())}
+        named = [(name, t) for name, t in model.named_buffers() if t in statistics]
+        return {name: (t, t) for name, t in (*model.named_parameters(), *named)}
 
     def before_fit(self) -> None:
         super().before_fit()
@@ -461,8 +461,9 @@ class SWA(_Averaging):
         """Compute the statistics of BatchNorm with the mean of the weights."""
         learn, names = self.learn, {t: name for name, t in self._own.items()}
         norms = list(_tracking(learn.model))
-        for t in (t for norm in norms for t in norm.buffers(recurse=False)):
-            self._average[names[t]].copy_(t)  # Layers in eval mode keep these.
+        for norm in norms:
+            for t in norm.buffers(recurse=False):
+                self._average[names[t]].copy_(t)  # Layers in eval mode keep these.
         norms = [norm for norm in norms if norm.training]
         if not norms:
             return

@@ -109,8 +109,7 @@ class Batches:
             attributes = vars(self.learn)
             for name in _SEAMS:
                 attributes.pop(name, None)
-            if self._replaced:
-                attributes.update(self._replaced)
+            attributes.update(self._replaced)
             if any(self._numbers) and self.learn.output is None:
                 names = self._numbers[0]
                 self.learn.output = {n: _weighed([each[n] for each in self._numbers], self._shares) for n in names}
@@ -336,7 +335,8 @@ class Batches:
                     take_loss(learn)
                     if len(self.cut) > 1:
                         self.cb.check_count()
-                    losses.append((learn.loss, self._backward_of(part, mean) if learn.training else self._count()))
+                    count = self._backward_of(part, mean) if learn.training else host_count(learn.loss_count)
+                    losses.append((learn.loss, count))
                 seen.append(_detached((learn.pred, learn.output)) if keeps else (None, None))
                 if not keeps:  # the recorder logs the losses of the model
                     numbers = loss_parts(learn.output, weighting_of(learn).entries)
@@ -353,12 +353,9 @@ class Batches:
         self._total = _weighed(values, self._shares) if values else None
         self._gradients, self._outputs = gradients, seen
 
-    def _count(self) -> Any:
-        return host_count(self.learn.loss_count)
-
     def _backward_of(self, part: "Part", mean: GradientMean) -> Any:
         """Compute the gradients of a part, and return what its loss counts."""
-        learn, count = self.learn, self._count()
+        learn, count = self.learn, host_count(self.learn.loss_count)
         if learn.loss_grad is None:
             return count
         if not mean.begun:  # a count on the device is not read, to avoid a host-device sync
@@ -636,8 +633,8 @@ def _largest(learn: "Learner") -> str:
     """Name the largest tensors that are alive."""
     names: dict[Tensor, str] = {p: name for name, p in unwrap(learn.model).named_parameters()}
     names |= {p.grad: f"the gradient of {name}" for name, p in learn.model.named_parameters() if p.grad is not None}
-    plain = [x for x in gc.get_objects() if type(x) in (Tensor, nn.Parameter)]  # Subclasses may have no memory.
-    alive = [t for t in plain if t.layout is torch.strided]
+    kinds = (Tensor, nn.Parameter)  # Subclasses may have no memory.
+    alive = [t for t in gc.get_objects() if type(t) in kinds and t.layout is torch.strided]
     places = {t.untyped_storage().data_ptr(): t for t in sorted(alive, key=lambda t: t in names)}
     first = sorted(places.values(), key=lambda t: -t.untyped_storage().nbytes())[:3]
     return ", ".join(f"{names.get(t, describe(t))} {in_units(t.untyped_storage().nbytes())}" for t in first)
