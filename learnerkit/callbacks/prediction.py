@@ -1,6 +1,6 @@
 """Predictions: collecting them for `Learner.get_preds` and `Learner.predict`, averaging them for `Learner.tta`."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -242,12 +242,10 @@ def predicted(learn: "Learner", n: int, act: TensorFunction | None) -> list[Pred
     return predictions
 
 
-def _each(part: Any, n: int) -> Sequence:
+def _each(part: Any, n: int) -> list:
     "Split a model's output for a batch of `n` samples into an output for a batch of one for each sample."
     if isinstance(part, np.ndarray) and part.ndim:  # as a function of the user's may return
         part = Rows(part) if part.dtype.kind in "OSU" else torch.from_numpy(part)
-    if isinstance(part, Tensor) and part.ndim and len(part) == n:
-        return part.split(1)
     part = with_rows(part, n, True)
     return [_row(part, i, n) for i in range(n)]
 

@@ -238,13 +238,12 @@ class StepCheck(Callback):
         absent = learn._loss_weighting.absent
         if learn.training or not learn.batch_size or (learn.loss is None and not absent):
             return
-        value = 0.0 if absent else float(learn.loss)
-        if not math.isfinite(value):
-            finding = problem(f"loss {value}, which is not a finite number", "look at the model in eval mode")
-        elif absent:
+        if absent:
             finding = fine("no loss, as the model makes its own in training alone")
-        else:
+        elif math.isfinite(value := float(learn.loss)):
             finding = fine(f"loss {value:.4g}")
+        else:
+            finding = problem(f"loss {value}, which is not a finite number", "look at the model in eval mode")
         self.found["validation"].append(finding)
         self.stage = "metrics"
         self.found["metrics"] += judge_metrics(learn)
