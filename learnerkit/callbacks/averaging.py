@@ -1,7 +1,7 @@
 """Averages of the weights over the course of training, with which the model is validated and saved."""
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -223,7 +223,7 @@ class EMA(_Averaging):
         self.warmup = module is None if warmup is None else warmup
         self._steps = 0  # optimizer steps of this fit
         self._share: float | None = None  # the share of training at a step whose update is still to come
-        self._hooks: list = []
+        self._hooks = ExitStack()
         self._frozen: list[Tensor] = []
 
     @property
@@ -298,7 +298,8 @@ class EMA(_Averaging):
             # If no optimizer has these tensors, it may train copies in another precision: then all count.
             theirs = [opt for opt in opts if not mine.isdisjoint(optim.parameters_of([opt]))] or opts
             # The optimizers report their steps: one may be skipped, cancelled, or taken after a cancelled batch.
-            self._hooks = [opt.register_step_post_hook(self._note_step) for opt in theirs]
+            for opt in theirs:
+                self._hooks.callback(opt.register_step_post_hook(self._note_step).remove)
 
     def _note_step(self, *_: Any) -> None:
         self._share = self.learn.pct_train  # The schedules of the step see this value, too.
@@ -325,9 +326,7 @@ class EMA(_Averaging):
         self.after_batch()  # Accumulation may take a step at the end of its data.
 
     def cleanup_train(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        self._hooks.close()
         self.after_batch()  # A batch may have been left after its step, without `after_batch`.
 
     @collective
@@ -513,18 +512,18 @@ class _Statistics(Callback):
 
     def __init__(self, norms: list) -> None:
         self.norms, self.found = norms, list[dict[str, Tensor]]()
-        self._momenta: list[float | None] = []
-        self._hooks: list = []
+        self._changes = ExitStack()
 
     def before_validate(self) -> None:
-        self._momenta = [norm.momentum for norm in self.norms]
-        self._hooks = [norm.register_forward_pre_hook(_cancel_single_values) for norm in self.norms]
         for norm in self.norms:
+            self._changes.callback(norm.register_forward_pre_hook(_cancel_single_values).remove)
+            self._changes.callback(setattr, norm, "momentum", norm.momentum)
             norm.train()
             norm.reset_running_stats()
             norm.momentum = None  # BatchNorm then takes a plain mean over the batches.
             if isinstance(norm, nn.SyncBatchNorm):  # its `forward` would wait for ranks with fewer batches
                 vars(norm)["forward"] = partial(BatchNorm.forward, norm)
+                self._changes.callback(vars(norm).pop, "forward")
 
     @collective
     def after_validate(self) -> None:
@@ -542,11 +541,7 @@ class _Statistics(Callback):
         ]
 
     def cleanup_validate(self) -> None:
-        for norm, momentum in zip(self.norms, self._momenta, strict=True):
-            norm.momentum = momentum
-            vars(norm).pop("forward", None)
-        for hook in self._hooks:
-            hook.remove()
+        self._changes.close()
 
 
 def _cancel_single_values(norm: nn.Module, args: tuple) -> None:
