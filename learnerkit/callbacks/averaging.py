@@ -224,7 +224,7 @@ class EMA(_Averaging):
         self._steps = 0  # optimizer steps of this fit
         self._share: float | None = None  # the share of training at a step whose update is still to come
         self._hooks = ExitStack()
-        self._frozen: list[Tensor] = []
+        self._frozen = ExitStack()
 
     @property
     def name(self) -> str:
@@ -250,9 +250,10 @@ class EMA(_Averaging):
                 "EMA(module=...) writes averages into parameters of the same names and shapes, and those of "
                 f"{type(source).__name__} and {type(target).__name__} {how}: of= says which module is averaged"
             )
-        self._frozen = [home for _, home in self._chosen().values() if home.requires_grad]
-        for t in self._frozen:
-            t.requires_grad_(False)
+        for _, home in self._chosen().values():
+            if home.requires_grad:
+                home.requires_grad_(False)
+                self._frozen.callback(home.requires_grad_, True)
         if beside := self._beside():
             if not spanned_devices(target):
                 target.to(self.learn.dls.device)
@@ -341,9 +342,7 @@ class EMA(_Averaging):
 
     def cleanup_fit(self) -> None:
         super().cleanup_fit()
-        for t in self._frozen:
-            t.requires_grad_(True)
-        self._frozen = []
+        self._frozen.close()
 
     @collective
     def _give_buffers(self) -> None:

@@ -8,7 +8,7 @@ from inspect import signature
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from learnerkit import arguments, distributed, optim
 from learnerkit.callback import Callback
@@ -342,12 +342,12 @@ class Compile(Callback):
         self.kwargs = kwargs
         graphs = (kwargs.get("options") or {}).get("triton.cudagraphs") or kwargs.get("backend") == "cudagraphs"
         self._has_graphs = bool(graphs) or kwargs.get("mode") in ("reduce-overhead", "max-autotune")
-        self._compiled: tuple[nn.Module, Callable | None] | None = None
+        self._compiled = ExitStack()
 
     def before_fit(self) -> None:
         model = self.learn.model
         if unwrap(model) is model:
-            self._compiled = model, compiled_call(model)
+            self._compiled.callback(set_compiled_call, model, compiled_call(model))
             # For the same module torch reuses the code of an earlier run.
             set_compiled_call(model, torch.compile(plain_call(model), **self.kwargs))
         else:
@@ -365,10 +365,7 @@ class Compile(Callback):
             learn.loss = learn.loss.clone()
 
     def cleanup_fit(self) -> None:
-        if self._compiled is not None:
-            model, model_call = self._compiled
-            set_compiled_call(model, model_call)
-            self._compiled = None
+        self._compiled.close()
 
 
 class _StepGate:

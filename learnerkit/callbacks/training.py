@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Set
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -230,27 +231,26 @@ class MCDropout(Callback):
     run_train = False
 
     def __init__(self) -> None:
-        # For each evaluation in progress: whether torch's fast path was on, and the modules that are put back after it.
-        self._before: list[tuple[bool, list[nn.Module]]] = []
+        self._open: list[ExitStack] = []  # what is put back after each evaluation in progress
 
     def before_validate(self) -> None:
         modules = [m for m in self.learn.model.modules() if isinstance(m, Dropout)]
-        left_on: list[nn.Module] = [m for m in modules if not m.training]
-        self._before.append((torch.backends.mha.get_fastpath_enabled(), left_on))
+        self._open.append(ExitStack())
         if not modules:
             raise ValueError(
                 f"MCDropout found no module of dropout in {type(unwrap(self.learn.model)).__name__}: predictions would "
                 "be alike in each pass; it acts on nn.Dropout and the like, not on functions of dropout"
             )
-        torch.backends.mha.set_fastpath_enabled(False)  # the fast path of a transformer's layer leaves out its dropout
-        for module in left_on:
-            module.train()
+        mha = torch.backends.mha
+        self._open[-1].callback(mha.set_fastpath_enabled, mha.get_fastpath_enabled())
+        mha.set_fastpath_enabled(False)  # The fast path of a transformer's layer leaves out its dropout.
+        for module in modules:
+            if not module.training:
+                module.train()
+                self._open[-1].callback(module.eval)
 
     def cleanup_validate(self) -> None:
-        fast, left_on = self._before.pop()
-        torch.backends.mha.set_fastpath_enabled(fast)
-        for module in left_on:
-            module.eval()
+        self._open.pop().close()
 
 
 class BnFreeze(Callback):
