@@ -30,16 +30,6 @@ if TYPE_CHECKING:
 
 _SEAMS = ("_forward", "_loss", "_backward")
 
-_CHANGED = (
-    "SplitBatch cannot take the batch again, as its inputs have been changed in place: make new tensors of them "
-    "(x = x / 255 rather than x /= 255)"
-)
-
-_SECOND = (
-    "create_graph=True asks for a graph of the gradients of a batch, and SplitBatch keeps none: leave SplitBatch out, "
-    "and take smaller batches (errors.html#split-batch)"
-)
-
 
 class Batches:
     """Computes batches whole or in parts, in place of the learner's methods for forward pass, loss and backward pass.
@@ -191,7 +181,11 @@ class Batches:
         self.buffers.put_back()
         xb, versions = self._inputs
         if _versions(xb) != versions:
-            raise self._error(RuntimeError, _CHANGED)
+            raise self._error(
+                RuntimeError,
+                "SplitBatch cannot take the batch again, as its inputs have been changed in place: make new tensors of "
+                "them (x = x / 255 rather than x /= 255)",
+            )
 
     def _error(self, kind: type[Exception], why: str) -> Exception:
         """Return the error that a batch cannot be taken in parts; if memory ran out before, it begins with that."""
@@ -508,7 +502,10 @@ class _OfParts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:
         if torch.is_grad_enabled():  # torch's `create_graph`
-            raise RuntimeError(_SECOND)
+            raise RuntimeError(
+                "create_graph=True asks for a graph of the gradients of a batch, and SplitBatch keeps none: leave "
+                "SplitBatch out, and take smaller batches (errors.html#split-batch)"
+            )
         return (None,) * (2 + ctx.n) + tuple(ctx.give(*grads))
 
 
