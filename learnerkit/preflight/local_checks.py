@@ -79,6 +79,7 @@ def judge_devices(everyone: Ranks) -> list[Finding]:
     return [fine(f"{len(everyone)} x {first['name']}, {text}")]
 
 
+@per_machine
 def judge_peers(group: Ranks, everyone: Ranks) -> Finding:
     """Judge whether the GPUs of a machine read each other's memory directly."""
     if "peers" not in group[0]["devices"]:
@@ -96,6 +97,7 @@ def look_at_threads() -> Facts:
     return {"threads": torch.get_num_threads(), "cores": list(cores)}
 
 
+@per_machine
 def judge_threads(group: Ranks, everyone: Ranks) -> Finding:
     """Judge whether a machine has a core for each thread of its processes."""
     threads = sum(f["threads"]["threads"] for f in group)
@@ -122,6 +124,7 @@ def look_at_network() -> Facts:
     }  # fmt: skip
 
 
+@per_machine
 def judge_network(group: Ranks, everyone: Ranks) -> Finding:
     """Judge whether others would find a machine at the address where it listens.
 
@@ -164,6 +167,7 @@ def look_at_infiniband() -> Facts:
     }  # fmt: skip
 
 
+@per_machine
 def judge_infiniband(group: Ranks, everyone: Ranks) -> Finding:
     """Judge whether NCCL can use InfiniBand between machines."""
     own = group[0]["infiniband"]
@@ -197,6 +201,7 @@ def look_at_ports() -> Facts:
     return {"meet": f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}", "picked": picked}
 
 
+@per_machine
 def judge_ports(group: Ranks, everyone: Ranks) -> Finding:
     """Name the ports that a firewall must open; the first is open, as the ranks have met there."""
     ports = group[0]["ports"]
@@ -215,6 +220,7 @@ def look_at_shared_memory() -> Facts:
     return {"size": disk.f_frsize * disk.f_blocks, "free": disk.f_frsize * disk.f_bavail}
 
 
+@per_machine
 def judge_shared_memory(group: Ranks, everyone: Ranks) -> Finding:
     """Judge the memory for each process: 1 GB is enough, less than 128 MB a problem (Docker gives 64 MB to all)."""
     memory = group[0]["/dev/shm"]
@@ -235,6 +241,7 @@ def look_at_limits() -> Facts:
     return {"soft": soft, "hard": hard, "sharing": torch.multiprocessing.get_sharing_strategy()}
 
 
+@per_machine
 def judge_limits(group: Ranks, everyone: Ranks) -> Finding:
     """Judge the number: some hundreds for workers and the tensors they pass on, and some for each connection."""
     limit, needed = group[0]["open files"], 512 + 32 * len(everyone)
@@ -248,12 +255,12 @@ def judge_limits(group: Ranks, everyone: Ranks) -> Finding:
 LOCAL: dict[str, tuple[Callable[[], Facts], Judge]] = {
     "versions": (look_at_versions, judge_versions),
     "devices": (look_at_device, judge_devices),
-    "peer access": (dict, per_machine(judge_peers)),
-    "threads": (look_at_threads, per_machine(judge_threads)),
-    "interface": (look_at_network, per_machine(judge_network)),
-    "infiniband": (look_at_infiniband, per_machine(judge_infiniband)),
-    "ports": (look_at_ports, per_machine(judge_ports)),
-    "/dev/shm": (look_at_shared_memory, per_machine(judge_shared_memory)),
-    "open files": (look_at_limits, per_machine(judge_limits)),
+    "peer access": (dict, judge_peers),
+    "threads": (look_at_threads, judge_threads),
+    "interface": (look_at_network, judge_network),
+    "infiniband": (look_at_infiniband, judge_infiniband),
+    "ports": (look_at_ports, judge_ports),
+    "/dev/shm": (look_at_shared_memory, judge_shared_memory),
+    "open files": (look_at_limits, judge_limits),
 }
 """The checks by topic, in the order of the report: a look on each rank, and the judge of what all have seen."""
