@@ -283,14 +283,13 @@ class Smoother:
         self.values: list[float] = []
         self.given: list[float] = []  # the raw losses; NaN where nothing counted
         self._average, self._count = 0.0, 0
-        self._seen = 0  # losses of the current epoch that are in `values`
         self._epoch_start = (0, 0.0, 0)
 
     def extend(self, losses: list[float], counts: list[float]) -> None:
         """Add the new losses of the current epoch; the lists have all of them, and what each counts."""
-        for loss, count in zip(losses[self._seen :], counts[self._seen :], strict=False):  # a count may come later
+        seen = len(self.values) - self._epoch_start[0]
+        for loss, count in zip(losses[seen:], counts[seen:], strict=False):  # a count may come later
             self.add(loss if count else None)
-            self._seen += 1
 
     def close(self, losses: list[float | None]) -> None:
         """End the epoch with its final losses; `None` is a step in which nothing counted."""
@@ -298,7 +297,7 @@ class Smoother:
         del self.values[length:], self.given[length:]
         for loss in losses:
             self.add(loss)
-        self._seen, self._epoch_start = 0, (len(self.values), self._average, self._count)
+        self._epoch_start = (len(self.values), self._average, self._count)
 
     def state_dict(self) -> State:
         """Return the values of finished epochs, without the current one."""
@@ -309,7 +308,6 @@ class Smoother:
         """Restore the values of finished epochs."""
         self.values = list(state["values"])
         self.given = list(state["given"])
-        self._seen = 0
         self._average, self._count = state["average"]
         self._epoch_start = (len(self.values), self._average, self._count)
 
