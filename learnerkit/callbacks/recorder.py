@@ -674,8 +674,9 @@ class Recorder(Callback):
                 epoch = self.learn.epoch
                 self.learn.say(f"training metrics of epoch {epoch} are nan: it began on another number of processes")
         self.logged = {}
-        for name, values in (item for rank in ranks if counted for item in rank["logged"].items()):
-            self.logged.setdefault(name, WeighedScalars()).extend(**values)
+        for rank in ranks if counted else ():
+            for name, values in rank["logged"].items():
+                self.logged.setdefault(name, WeighedScalars()).extend(**values)
 
     def to_frame(self) -> Any:
         """Return the table of the last fit as a pandas frame: its columns, and a row for each of its rows.

@@ -370,14 +370,15 @@ class ReduceLROnPlateau(_Patient):
 
     def _out_of_patience(self, why: str) -> None:
         before, after = dict[str, None](), dict[str, None]()  # each rate once, in order
-        for group in (group for opt in self.learn.opts for group in opt.param_groups):
-            lr = float(group["lr"])  # a host-device sync if it is a tensor on a device, but a rare one
-            lower = max(lr / self.factor, min(lr, self.min_lr))  # a rate below the limit is not raised to it
-            before[f"{lr:.4g}"] = after[f"{lower:.4g}"] = None
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(lower)
-            else:
-                group["lr"] = lower
+        for opt in self.learn.opts:
+            for group in opt.param_groups:
+                lr = float(group["lr"])  # a host-device sync if it is a tensor on a device, but a rare one
+                lower = max(lr / self.factor, min(lr, self.min_lr))  # a rate below the limit is not raised to it
+                before[f"{lr:.4g}"] = after[f"{lower:.4g}"] = None
+                if isinstance(group["lr"], Tensor):
+                    group["lr"].fill_(lower)
+                else:
+                    group["lr"] = lower
         if list(before) != list(after):
             self.learn.say(f"{why}: learning rate {', '.join(before)} -> {', '.join(after)}")
 
