@@ -13,7 +13,7 @@ from rank_pool import Ranks
 pytestmark = pytest.mark.filterwarnings("ignore")  # some jobs are doubtful, and say so
 
 seeds = pytest.mark.parametrize(
-    "seed", [pytest.param(i, marks=pytest.mark.slow if i < 3 else pytest.mark.soak) for i in range(200)]
+    "seed", [pytest.param(i, marks=pytest.mark.slow if i < 2 else pytest.mark.soak) for i in range(200)]
 )
 
 

@@ -183,6 +183,7 @@ CANCELS = {
 }
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("where", mostly_slow(CANCELS, slow=["step", "after the loss"]))
 def test_a_cancel_on_one_rank_leaves_no_rank_waiting(where):
     at, event, error, which = CANCELS[where]

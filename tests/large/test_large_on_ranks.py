@@ -376,6 +376,7 @@ class Side(Net):
         return super().forward(x) + (self.side(x) if self.calls % 2 or not self.training else 0)
 
 
+@pytest.mark.soak
 @slow_on_ranks
 @pytest.mark.parametrize("sync", mostly_soak([True, False], True))
 def test_a_parameter_that_a_later_batch_of_a_step_leaves_out_keeps_its_gradient(sync):
@@ -403,6 +404,7 @@ class Loss(nn.Module):
         return (pred * self.weight - y).square().mean()
 
 
+@pytest.mark.soak
 @slow_on_ranks
 def test_parameters_beside_the_model_that_no_rank_uses_stay():
     def made():
@@ -492,6 +494,7 @@ class Scales(Callback):
             p.mul_(0.9)
 
 
+@pytest.mark.soak
 @slow_on_ranks
 @pytest.mark.parametrize("reshard", mostly_soak([True, False], True))
 def test_weights_that_change_around_a_validation(reshard):

@@ -685,7 +685,7 @@ def test_what_a_rank_leaves_running_is_killed(launched):
     assert err.count("RuntimeError: only a forked child") == 2
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_end_of_a_forked_child_is_not_that_of_its_rank(launched, tmp_path):
     (tmp_path / "forks.py").write_text(
         "import os, time, warnings\n"
@@ -835,7 +835,7 @@ with learn.distrib_ctx():
 """
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_script_that_a_loaders_worker_would_run_again_is_told_of_its_guard(launched, tmp_path):
     (tmp_path / "train.py").write_text(UNGUARDED)
     code, out, err = launched("--nproc", 2, "train.py", cwd=tmp_path).finish()
@@ -1009,7 +1009,7 @@ def test_the_user_sees_the_error_and_not_its_echo(launched):
     assert "exit hook ran\n" in out  # the follower may be stopped before it comes to its own
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("closed", ["2>&-", "<&- >&- 2>&-"])
 def test_standard_files_that_are_closed_are_no_obstacle(closed, tmp_path, script_env):

@@ -802,7 +802,7 @@ def test_batches_without_a_step_ask_no_other_rank(monkeypatch):
     assert (error, asked) == (None, [])
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @on_ranks
 def test_a_rank_that_cancels_before_the_end_of_after_backward_takes_no_step_that_is_not_due():
     accumulate, everyone = GradientAccumulation(n_batches=2), tuple(range(N))

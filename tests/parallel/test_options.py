@@ -274,7 +274,7 @@ FROZEN = {  # when, and what the rank says that the others do not have frozen it
 }
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_parameters_are_frozen_on_all_ranks_or_on_none():
     for event, n, said in FROZEN.values():
         for options in ({}, {"find_unused_parameters": True}):

@@ -159,6 +159,7 @@ def test_an_error_on_one_rank_ends_all():
     fail([("after_loss", True)])
 
 
+@pytest.mark.soak
 @slow_on_ranks
 def test_an_error_at_some_events_ends_all():
     fail(WHEN[::6])

@@ -69,6 +69,7 @@ def test_the_slow_rank_is_named_where_the_others_wait_in_another_collective():
     assert (found.rank, found.part) == (1, PART_OF["dataset"])
 
 
+@pytest.mark.soak
 @SLOW
 def test_a_rank_twice_as_slow_is_named():
     found = None
