@@ -125,7 +125,6 @@ def test_all_losses_are_tried_on_tails_and_padding(found):
 # Evaluation
 
 
-@pytest.mark.soak
 @on_ranks(["lengths"])
 def test_loss_and_metrics_of_one_to_forty_samples_equal_one_process(found, n, job):
     (alone,) = found[1, job]
