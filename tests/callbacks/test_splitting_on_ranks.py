@@ -82,7 +82,6 @@ def test_a_cancel_on_one_rank_in_the_first_batches_leaves_no_rank_waiting(at, ev
     assert far(whole, fitted(limit, [SplitBatch(), Cancels(event, error, at, 0)], epochs=1)) < 1e-9
 
 
-@pytest.mark.slow
 def test_a_larger_batch_late_in_an_epoch_is_cut_on_its_rank_and_all_agree_in_the_next():
     class Grows(Callback):
         def before_batch(self):
