@@ -1036,7 +1036,8 @@ class Learner(RunState):
 
         Args:
             ds_idx: the index of the dataset, which is read in its own order.
-            dl: a loader that augments the same samples in the same order, instead of `batch_tfms`.
+            dl: the loader that is predicted in place of the dataset, such as `dls.test_dl(files)`; without `batch_tfms`
+                a loader that augments the samples of the dataset, in the same order.
             n: the number of augmented readings.
             batch_tfms: an augmentation of a batch of inputs on the device, such as those of
                 `torchvision.transforms.v2`.
@@ -1047,16 +1048,16 @@ class Learner(RunState):
             probs: average probabilities, as in `get_preds`.
 
         Raises:
-            ValueError: there is no augmentation or no augmented reading, `beta` is no share, or predictions are not
-                tensors.
+            ValueError: there is no augmentation or no augmented reading, `beta` is no share, predictions are not
+                tensors, or a loader reads its samples in another order each time.
         """
         arguments.check_count("n", n, "a number of augmented readings")
         if beta is not None:
             arguments.check_number("beta", beta, lambda share: 0 <= share <= 1, "a share from 0 to 1, or None")
-        if (dl is None) == (batch_tfms is None):
+        if dl is None and batch_tfms is None:
             raise ValueError(
-                f"got dl={dl!r} and batch_tfms={batch_tfms!r}; tta takes one of them, a loader that augments or an "
-                "augmentation of the inputs"
+                "got neither batch_tfms= nor dl=; tta takes one of them, a loader that augments or an augmentation of "
+                "the inputs"
             )
         if self.dls.targets in DRAWN:
             raise ValueError(
@@ -1064,14 +1065,15 @@ class Learner(RunState):
                 "get_preds"
             )
         act = activation_for(self, act, probs)
-        plain, targets = self.get_preds(ds_idx, act=act)
-        cbs = None if batch_tfms is None else BatchTransform(batch_tfms, train=False, valid=True)
+        augments = batch_tfms is None  # the loader does
+        plain, targets = self.get_preds(ds_idx, None if augments else dl, act=act)
+        cbs = None if augments else BatchTransform(batch_tfms, train=False, valid=True)
         # In a fit, random streams are restored once, after all readings: restored after each, all readings would be
         # alike.
         streams = keep_seeds(dl, self.dls.device) if self._in_fit else nullcontext()
         with replaced(self, _in_fit=False), streams:
             readings = [self.get_preds(ds_idx, dl, act=act, cbs=cbs) for _ in range(n)]
-        if dl is not None and all(same(plain, preds) for preds, _ in readings):
+        if augments and all(same(plain, preds) for preds, _ in readings):
             self.say("tta: dl= reads the samples as they are, so nothing is augmented; batch_tfms= augments them")
         return averaged((plain, targets), readings, beta, use_max), targets
 

@@ -371,7 +371,7 @@ def averaged(plain_reading: tuple, readings: list[tuple], beta: float | None, us
     if not all(same(targets, others) for _, others in readings):
         raise ValueError(
             "tta averages readings of the same samples in the same order, and the targets of one differ: give dl= a "
-            "loader of that dataset that does not shuffle; for other samples average get_preds(dl=...)"
+            "loader of that dataset that does not shuffle; other samples need batch_tfms= beside dl="
         )
     if not all(isinstance(p, Tensor) for p in (plain, *augmented)):
         raise ValueError(f"tta can average predictions that are tensors; the model's are {describe(plain)}")

@@ -471,6 +471,20 @@ def test_a_loader_may_augment_by_itself():
     assert not torch.allclose(preds, learn.get_preds()[0])
 
 
+def test_other_samples_are_augmented_and_averaged(capsys):
+    learn = make_learner(make_dls(8, 10))
+    tests = learn.dls.test_dl(make_data(7, seed=3).tensors[0], bs=4)
+    plain, _, doubled = learn.get_preds(dl=tests) + learn.get_preds(dl=tests, cbs=Callback(before_batch=double))[:1]
+    preds, targets = learn.tta(dl=tests, batch_tfms=lambda x: 2 * x, n=2)
+    torch.testing.assert_close(preds, 0.25 * plain + 0.75 * doubled)
+    assert targets is None
+    learn.tta(dl=tests, batch_tfms=lambda x: x)
+    assert not capsys.readouterr().out
+    labelled = DataLoader(make_data(7, seed=3), 4, shuffle=True)
+    with pytest.raises(ValueError, match="same samples in the same order, and the targets of one differ"):
+        learn.tta(dl=labelled, batch_tfms=flips)
+
+
 def test_a_loader_that_augments_nothing_is_told(capsys):
     learn = make_learner(make_dls(8, 10))
     assert torch.equal(learn.tta(dl=learn.dls.valid)[0], learn.get_preds()[0])
@@ -487,9 +501,8 @@ def test_tta_refuses_a_loader_that_reads_in_another_order():
 
 def test_tta_needs_what_augments():
     learn = make_learner()
-    for args in ({}, {"dl": learn.dls.valid, "batch_tfms": flips}):
-        with pytest.raises(ValueError, match="one of them, a loader that augments or an augmentation"):
-            learn.tta(**args)
+    with pytest.raises(ValueError, match="one of them, a loader that augments or an augmentation"):
+        learn.tta()
     learn.dls.targets = "masks"
     with pytest.raises(ValueError, match="tta averages predictions of changed pictures, in which masks lie in other"):
         learn.tta(batch_tfms=flips)
