@@ -193,6 +193,9 @@ def test_ranges_and_numbers_that_cannot_work_are_refused():
     for functions in (lambda lrs, losses, num_it: 1.0, [valley, valley]):
         with pytest.raises(ValueError, match="got suggest_funcs named .* give each a name of its own"):
             learn.lr_find(suggest_funcs=functions)
+    for name in ("valley", ["valley", "steep"]):
+        with pytest.raises(TypeError, match="got suggest_funcs='valley'; it takes functions of .rates, losses, num_it"):
+            learn.lr_find(suggest_funcs=name)
     assert learn.opt is None
     make_learner(opt_func=LBFGS).lr_find(num_it=10)
     with pytest.raises(ValueError, match="diverged after .* begin with a lower start_lr"):
