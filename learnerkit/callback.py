@@ -92,7 +92,7 @@ class Callback(_Read):
         hooks: functions by event name; each gets the callback as its only argument.
 
     Raises:
-        TypeError: a keyword that is neither `order` nor an event.
+        TypeError: a keyword that is neither `order` nor an event, or a hook that does not take the callback.
     """
 
     order: int = 0
@@ -112,6 +112,12 @@ class Callback(_Read):
                 now = _FORMER_EVENTS.get(event)
                 near = f"; here it is {now}" if now else did_you_mean(event, [*Event, "order"])
                 raise TypeError(f"{type(self).__name__} got the keyword {event!r}, which is not an event{near}")
+            try:
+                inspect.signature(hook).bind(self)
+            except (TypeError, ValueError):
+                raise TypeError(
+                    f"got {event}={hook!r}; it is a function that takes the callback, and no more: lambda cb: ..."
+                ) from None
             setattr(self, event, partial(hook, self))
 
     @classmethod

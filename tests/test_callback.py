@@ -138,6 +138,12 @@ def test_an_unknown_keyword_is_refused_with_the_near_match():
         Callback(ordr=1)
 
 
+@pytest.mark.parametrize("hook", [5, lambda: None, lambda cb, batch: None, range])
+def test_a_hook_that_does_not_take_the_callback_alone_is_refused_where_it_is_given(hook):
+    with pytest.raises(TypeError, match="got after_batch=.*; it is a function that takes the callback, and no more"):
+        Callback(after_batch=hook)
+
+
 @pytest.mark.parametrize("event", ["after_create", "after_batch", "cleanup_fit"])
 def test_a_hook_that_needs_arguments_is_refused(event):
     cb = type("Greedy", (Callback,), {event: lambda self, epoch: None})

@@ -126,7 +126,10 @@ class DataLoaders:
         self.decode, self._classes = decode, None if classes is None else list(classes)
         if classes is None:
             check_classes(*(getattr(dl, "dataset", None) for dl in self.loaders))
-        self._device = torch.device(device) if device is not None else None
+        try:
+            self._device = torch.device(device) if device is not None else None
+        except RuntimeError:
+            raise ValueError(f"got device={device!r}; torch has 'cpu', 'cuda', 'cuda:1', 'mps' and others") from None
         self._pins = False  # use pinned memory on a CUDA device
         self._said = False  # the user was warned of a doubtful number of samples
         self._inputs: tuple[Any, partial] | None = None  # a loader, and the collate function for its inputs

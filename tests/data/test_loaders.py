@@ -49,6 +49,8 @@ def test_what_is_no_loader_is_refused():
 
 def test_loaders_are_found_by_name_and_number():
     train, valid, test = [1], [2], [3]
+    with pytest.raises(ValueError, match="got device='gpu'; torch has 'cpu', 'cuda'"):
+        DataLoaders(train, valid, device="gpu")
     dls = DataLoaders(train, valid, test, device="cpu")
     assert dls.train is train
     assert dls.valid is valid
