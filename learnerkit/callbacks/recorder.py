@@ -42,14 +42,15 @@ class LossMeter(WeighedScalars):
     def __init__(self, parts: Iterable[str] = ()) -> None:
         super().__init__()
         self.parts = {name: WeighedScalars() for name in parts}
-        self.cancelled: list[bool] = []  # whether each batch was cancelled before its loss
+        # Whether each batch was cancelled before its loss, or is an empty one at the end of a loader without length.
+        self.cancelled: list[bool] = []
         self.n_cancelled = 0  # how many of these are True; a logger asks in each step
         self.steps = 0  # up to the last step in which this rank had samples
 
     def update(self, learn: "Learner") -> None:
         """Add a batch's loss; a batch without one (cancelled before it) counts nothing."""
         loss, count = learn.loss, learn.loss_count
-        if cancelled := loss is None:
+        if cancelled := loss is None or getattr(learn.dl, "is_last", False):
             loss, count = 0.0, 0
         self.cancelled.append(cancelled)
         self.n_cancelled += cancelled

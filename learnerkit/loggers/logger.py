@@ -185,7 +185,7 @@ class Logger(NamedState):
         These are what this rank has cancelled, and an empty batch at the end of a loader without length.
         """
         recorder = self.learn.recorder
-        return len(recorder.lrs) - recorder._train.loss.n_cancelled - getattr(self.learn.dl, "is_last", False)
+        return len(recorder.lrs) - recorder._train.loss.n_cancelled
 
     def _note_step(self) -> None:
         """Note the rates of the last step, and the numbers of losses and logged values, if they are new.

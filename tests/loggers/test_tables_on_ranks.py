@@ -2,15 +2,17 @@
 
 import csv
 import json
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from helpers import make_data, make_learner
+from helpers import make_data, make_learner, raising
 from torch.utils.data import IterableDataset
 
 from learnerkit import (
     Callback,
     CancelBatchException,
+    CheckpointCallback,
     CSVLogger,
     DataLoaders,
     GradientAccumulation,
@@ -78,5 +80,20 @@ def test_an_empty_batch_that_ends_an_accumulated_step_is_no_step(tmp_path):
     with learn.distrib_ctx():
         learn.fit(2)
     distributed.barrier()  # until rank 0 has closed its file
+    _, *records = map(json.loads, Path(tmp_path, "history.jsonl").read_text().splitlines())
+    assert [r["step"] for r in records] == [1, 2, 2, 3, 4, 4]
+
+
+@pytest.mark.filterwarnings("ignore:.*read again and dropped")
+@pytest.mark.ranks(2)
+def test_it_is_none_either_where_a_run_goes_on_behind_it(tmp_path):
+    for stops in (True, False):
+        dls = DataLoaders.from_datasets(Stream(), make_data(4), bs=2, device="cpu")
+        cbs = [JSONLogger(), GradientAccumulation(n_batches=3), CheckpointCallback(tmp_path / "run", 1, resume=True)]
+        stop = raising("before_validate", ZeroDivisionError, lambda cb, stops=stops: stops and cb.epoch == 1)
+        learn = make_learner(dls, cbs=[*cbs, stop], path=tmp_path)
+        with suppress(ZeroDivisionError), learn.distrib_ctx():
+            learn.fit(2)
+        distributed.barrier()  # until rank 0 has closed its file
     _, *records = map(json.loads, Path(tmp_path, "history.jsonl").read_text().splitlines())
     assert [r["step"] for r in records] == [1, 2, 2, 3, 4, 4]
