@@ -53,6 +53,7 @@ def held_out(valid: Any, groups: Any, seed: int) -> np.ndarray:
     mask, rows = np.zeros(n, bool), _array([] if valid is None else valid)
     is_mask = rows.dtype == bool and rows.shape == (n,)
     are_places = rows.dtype.kind in "iu" and rows.ndim == 1 and len(rows) and -1 < min(rows) <= max(rows) < n
+    are_places = are_places and len({*rows.tolist()}) == len(rows)  # a mask of 0 and 1 would name two rows alone
     if isinstance(valid, float) and 0 < valid < 1:
         order = torch.randperm(n, generator=torch.Generator().manual_seed(seed)).numpy()
         for group in np.unique(groups):
@@ -65,7 +66,7 @@ def held_out(valid: Any, groups: Any, seed: int) -> np.ndarray:
     elif valid is not None:
         raise ValueError(
             f"got valid={_told(valid)}; it is a share between 0 and 1, a mask of the {n:,} rows, a list of row numbers "
-            "from 0 to the last, or None"
+            "from 0 to the last, each once, or None (a mask is of True and False: astype(bool) makes it of 0 and 1)"
         )
     if mask.all() or (valid is not None and not mask.any()):
         several = isinstance(valid, float) and len(np.unique(groups)) > 1

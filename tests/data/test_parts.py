@@ -28,7 +28,7 @@ def test_valid_none_holds_out_no_row():
     assert not held_out(None, np.zeros(4), 0).any()
 
 
-@pytest.mark.parametrize("valid", [1.5, 0.0, "test", [4], [-1], [0.5], [], [True, False]])
+@pytest.mark.parametrize("valid", [1.5, 0.0, "test", [4], [-1], [0.5], [], [True, False], [0, 1, 0, 1], [3, 3]])
 def test_a_valid_that_names_no_part_is_refused(valid):
     with raises(ValueError, "it is a share between 0 and 1, a mask of the 4 rows, a list of row numbers"):
         held_out(valid, np.zeros(4), 0)
