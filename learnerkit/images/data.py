@@ -30,6 +30,7 @@ from learnerkit.processes.machine import usable_cores
 from learnerkit.stores.paths import is_hidden, local_folder
 from learnerkit.text import first_few
 from learnerkit.utils import replaced, suggests_keywords
+from learnerkit.values import describe
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".pgm", ".ppm", ".tif", ".tiff", ".webp")
 """The ends of the names that `from_folder` takes for pictures."""
@@ -388,6 +389,11 @@ class ImageDataLoaders(DataLoaders):
         if isinstance(items, str | os.PathLike | Mapping) or hasattr(items, "convert") or hasattr(items, "columns"):
             raise TypeError(
                 f"got a {type(items).__name__}; test_dl takes a list of pictures, or of their paths "
+                "(learn.predict takes one picture)"
+            )
+        if getattr(items, "shape", ())[2:] in ((1,), (3,), (4,)):
+            raise TypeError(
+                f"got {describe(items)}, a picture with its channels; test_dl takes a list of pictures: [picture] "
                 "(learn.predict takes one picture)"
             )
         if isinstance(items, ReadImages) or (isinstance(items, list) and items and isinstance(items[0], tuple)):

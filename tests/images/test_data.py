@@ -242,6 +242,8 @@ def test_what_is_raw_is_predicted_from_files_and_after_an_export(folder):
     for wrong in ("pictures/dark", path, Image.new("L", (3, 3)), {"a": path}):
         with raises(TypeError, f"got a {type(wrong).__name__}; test_dl takes a list of pictures"):
             dls.test_dl(wrong)
+    with raises(TypeError, "got uint8 array of shape (20, 30, 3), a picture with its channels; test_dl takes a list"):
+        dls.test_dl(np.zeros((20, 30, 3), np.uint8))  # not 20 gray pictures
     assert len(learn.get_preds(dl=dls.test_dl((folder / "light").glob("*.PNG")))[0]) == 10
     with raises(ValueError, "the loader is empty: its dataset has 0 samples"):
         learn.get_preds(dl=dls.test_dl([]))
