@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from learnerkit.arguments import check_number
+
 
 class ImageAugmentation:
     """Shows each image of a batch in a random crop, mirrored or not, and if wanted rotated or in another light.
@@ -29,7 +31,8 @@ class ImageAugmentation:
         size: (height, width) or one number for both, in pixels; by default that of the images.
 
     Raises:
-        ValueError: a range whose ends are not 0 < least <= largest, or a share of the area above 1.
+        ValueError: a range whose ends are not 0 < least <= largest, a share of the area above 1, or another
+            `rotate` or `light` than a number from 0 on.
     """
 
     def __init__(
@@ -44,12 +47,14 @@ class ImageAugmentation:
         for name, (least, largest), most in (("scale", scale, 1), ("ratio", ratio, math.inf)):
             if not 0 < least <= largest <= most:
                 raise ValueError(f"got {name}=({least}, {largest}); it is (least, largest), above 0 and up to {most}")
+        for name, value in (("rotate", rotate), ("light", light)):
+            check_number(name, value, lambda x: x >= 0, "the largest change to both sides, 0 or more")
         self.scale = scale
         self.ratio = ratio
         self.flip = flip
         self.rotate = rotate
         self.light = light
-        self.size = (size, size) if isinstance(size, int) else size
+        self.size = size if size is None or isinstance(size, Sequence) else (int(size), int(size))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in vars(self).items())})"

@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,10 +35,10 @@ class ImageReader:
 
     def __post_init__(self) -> None:
         size: Any = self.size
-        size = (size, size) if isinstance(size, int) else tuple(size)
-        if len(size) != 2 or not all(isinstance(side, int) and side > 0 for side in size):
+        size = (size, size) if isinstance(size, Real) else tuple(size)
+        if len(size) != 2 or not all(isinstance(side, Integral) and int(side) > 0 for side in size):
             raise ValueError(f"got size={self.size!r}; it is a number of pixels, or (height, width)")
-        object.__setattr__(self, "size", size)
+        object.__setattr__(self, "size", tuple(map(int, size)))  # numpy's are no numbers for JSON
         if self.channels not in (1, 3):
             raise ValueError(f"got channels={self.channels!r}; 3 are colours, 1 is gray")
         if self.method not in METHODS:

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from helpers import raises
@@ -162,4 +163,8 @@ def test_bad_scales_and_ratios_are_refused():
         ImageAugmentation(scale=(0.5, 1.5))
     with raises(ValueError, "got ratio=(2, 1)"):
         ImageAugmentation(ratio=(2, 1))
+    for name, value in (("rotate", (-10, 10)), ("light", -0.1)):
+        with raises(ValueError, f"got {name}={value}; it is the largest change to both sides, 0 or more"):
+            ImageAugmentation(**{name: value})
+    assert ImageAugmentation(size=np.int64(4))(torch.zeros(1, 1, 8, 8)).shape == (1, 1, 4, 4)
     assert "scale=(0.5, 1.0)" in repr(ImageAugmentation())

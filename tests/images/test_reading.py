@@ -147,6 +147,7 @@ def test_a_damaged_file_is_named(tmp_path):
     [
         ({"size": 0}, "got size=0; it is a number of pixels"),
         ({"size": (1, 2, 3)}, "got size=(1, 2, 3)"),
+        ({"size": 8.0}, "got size=8.0; it is a number of pixels"),
         ({"size": 8, "channels": 4}, "got channels=4; 3 are colours"),
         ({"size": 8, "method": "zoom"}, "got method='zoom'; there are crop, pad, squish"),
     ],
@@ -154,3 +155,9 @@ def test_a_damaged_file_is_named(tmp_path):
 def test_what_a_reader_refuses(kwargs, message):
     with raises(ValueError, message):
         ImageReader(**kwargs)
+
+
+def test_sizes_of_numpy_are_plain_numbers():
+    for size in (np.int64(8), (np.int64(8), 8)):
+        assert ImageReader(size) == ImageReader(8)
+        assert all(type(side) is int for side in ImageReader(size).size)
