@@ -39,7 +39,7 @@ def labels_of(dataset: Any) -> Tensor | None:
         labels = torch.as_tensor([] if listed is None else listed)
     except (TypeError, ValueError, RuntimeError):  # the labels may be texts, or lists of several lengths
         return None
-    are_classes = labels.ndim == 1 and not labels.is_floating_point() and len(labels) and int(labels.min()) >= 0
+    are_classes = labels.ndim == 1 and not labels.is_floating_point() and len(labels) and int(labels.long().min()) >= 0
     return labels.long().cpu() if are_classes and len(labels) == loader_len(dataset) else None
 
 

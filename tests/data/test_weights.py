@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from helpers import raises
@@ -38,6 +39,7 @@ def rows(labels=LABELS):
 
 
 KNOWN = {
+    "an array of 16 bits": Listed(targets=np.array(LABELS, np.uint16)),
     "tensors": rows(),
     "list of pairs": [("a.png", y) for y in LABELS],
     "targets": Listed(targets=LABELS),
