@@ -44,7 +44,7 @@ class LengthBatches(Sampler[list[int]]):
     ) -> None:  # fmt: skip
         if tokens < 1 or not len(lengths):
             raise ValueError(f"got {len(lengths)} samples and tokens={tokens}; there must be at least one of each")
-        self.lengths, self.tokens = torch.as_tensor(lengths), tokens
+        self.lengths, self.tokens = torch.as_tensor(lengths).long(), tokens  # unsigned ones have no negative
         self.shuffle, self.generator = shuffle, generator
         self.weights, self._bounds = weights, _bounds(self.lengths)
         if weights is not None:

@@ -31,6 +31,12 @@ def test_each_sample_comes_once_within_the_budget_and_little_is_padding(shuffle,
     assert max(found[batches[0]]) >= 0.9 * found.max()  # the longest first
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.float32])
+def test_lengths_of_any_type_make_the_same_batches(dtype):
+    found = lengths() % 200 + 1
+    assert list(LengthBatches(found.to(dtype), 1000)) == list(LengthBatches(found, 1000))
+
+
 def test_epochs_differ_in_samples_but_not_in_the_number_of_batches_or_their_sizes():
     sampler = LengthBatches(lengths(), 1000, shuffle=True, generator=torch.Generator().manual_seed(1))
     first, second = list(sampler), list(sampler)
