@@ -242,7 +242,7 @@ class TabularData:
             bs: rows in a training batch.
             kwargs: those of `DataLoaders.from_datasets`; without rows, of `DataLoaders`.
         """
-        kwargs |= {"n_inp": 2, "classes": self.classes, "decode": self._shown}
+        kwargs = {"n_inp": 2, "classes": self.classes, "decode": self._shown} | kwargs
         dls: Any = (
             TabularDataLoaders(NoData(), NoData(), **kwargs)
             if self.train_ds is None

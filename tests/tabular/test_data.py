@@ -115,6 +115,14 @@ def joined(text):
     return " ".join(text.split())
 
 
+def test_loaders_take_other_names_of_the_classes():
+    df = table()
+    data = TabularData.from_df(df.assign(price=df["price"] > df["price"].median()), "price", CATS, CONTS)
+    dls = data.dataloaders(bs=6, device="cpu", classes=["cheap", "dear"], decode=lambda cats, conts: "a row")
+    assert dls.classes == ["cheap", "dear"]
+    assert "a row" in str(dls.show_batch(1))
+
+
 def test_columns_are_chosen_by_their_values(capsys):
     frame = table()
     frame["made"] = [pd.Timestamp(2020, 1, 1 + i % 22) for i in range(len(frame))]
