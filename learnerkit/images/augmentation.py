@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from learnerkit.arguments import check_number
+from learnerkit.values import describe
 
 
 class ImageAugmentation:
@@ -69,7 +70,15 @@ class ImageAugmentation:
             images: (n, channels, height, width), floats from 0 to 1.
             targets: torchvision's `tv_tensors`: a `Mask` (n, height, width), `KeyPoints` (n, k, 2), or a list of
                 dicts with `BoundingBoxes` (k, 4).
+
+        Raises:
+            TypeError: other images.
         """
+        if images.ndim != 4 or not images.is_floating_point():
+            raise TypeError(
+                f"got {describe(images)}; ImageAugmentation takes a batch of images (n, channels, height, width), "
+                "floats from 0 to 1, as images / 255 makes of uint8"
+            )
         # A processor is quicker with few at a time.
         some = max(1, _IN_CACHE // max(1, images[:1].numel())) if images.device.type == "cpu" else max(1, len(images))
         parts = [self._changed(part) for part in images.split(some)]

@@ -168,3 +168,15 @@ def test_bad_scales_and_ratios_are_refused():
             ImageAugmentation(**{name: value})
     assert ImageAugmentation(size=np.int64(4))(torch.zeros(1, 1, 8, 8)).shape == (1, 1, 4, 4)
     assert "scale=(0.5, 1.0)" in repr(ImageAugmentation())
+
+
+@pytest.mark.parametrize(
+    ("images", "what"),
+    [
+        (torch.zeros(2, 3, 8, 8, dtype=torch.uint8), "uint8 tensor of shape (2, 3, 8, 8)"),
+        (torch.zeros(3, 8, 8), "float32 tensor of shape (3, 8, 8)"),
+    ],
+)
+def test_what_is_no_batch_of_floats_is_refused(images, what):
+    with raises(TypeError, f"got {what}; ImageAugmentation takes a batch of images", "as images / 255 makes of uint8"):
+        ImageAugmentation()(images)
