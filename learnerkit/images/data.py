@@ -152,8 +152,8 @@ class ImageData:
                 a y. Of 'classes' each is named after a class, and has 1 or 0. Of 'boxes' five have x0, y0, x1, y1 and
                 the label of one box; the rows of one picture belong together, and a row with five missing values stands
                 for no box.
-            valid: as for `from_items`; a mask of the rows; or the name of a column that is true in the rows to validate
-                on.
+            valid: as for `from_items`, where of 'boxes' a place is that of a picture, not of a row; a mask of the rows;
+                or the name of a column that is true in the rows to validate on.
             path: the folder in which the files are, those of masks too; or a URL, as for `from_folder`.
             reading: `seed`, `delim` and others, as for `from_items`.
 
