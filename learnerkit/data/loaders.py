@@ -481,13 +481,15 @@ class DataLoaders:
         """Split a batch into (xb, yb): inputs and targets.
 
         Args:
-            batch: a tuple or list, a mapping, or any other object, which is the only input.
+            batch: a tuple or list, a mapping, or any other object, which is the only input, as is a list of texts.
             arguments: for a model that computes its own loss, the names of its positional arguments: targets among them
                 are inputs, too.
 
         Raises:
             ValueError: the batch is an empty tuple, or shorter than `n_inp`.
         """
+        if _are_texts(batch):
+            return (batch,), ()
         if isinstance(batch, tuple | list):
             cut = self.n_inp or max(1, len(batch) - 1)
             if len(batch) < cut or not batch:
@@ -506,6 +508,11 @@ class DataLoaders:
             return False
         names = arguments[cut:end]
         return len(names) == end - cut and set(names) <= {*self.target_keys, "targets"}
+
+
+def _are_texts(batch: Any) -> bool:
+    """Tell whether a batch is a list of texts, as torch's collate function leaves samples that are a text each."""
+    return isinstance(batch, list) and bool(batch) and all(isinstance(x, str | bytes) for x in batch)
 
 
 def named_inputs(batch: Any, xb: tuple[Any, ...]) -> Mapping[str, Any] | None:
@@ -573,7 +580,7 @@ class Unpacker:
     def split(self, batch: Any) -> tuple[Any, tuple[Any, ...], tuple[Any, ...]]:
         """Return (batch on the device, inputs, targets)."""
         batch = to_device(batch, self.device)
-        if self._only_inputs and isinstance(batch, tuple | list):
+        if self._only_inputs and isinstance(batch, tuple | list) and not _are_texts(batch):
             # A collate function for samples with targets may have left their place empty.
             inputs = tuple(x for x in batch[: self.dls.n_inp] if x is not None)
             if len(inputs) != 1 or not isinstance(inputs[0], Tensor):

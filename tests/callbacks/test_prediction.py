@@ -815,6 +815,30 @@ def test_a_series_is_read_by_the_places_of_its_entries():
         learn.dls.test_dl(series.to_frame())
 
 
+class LengthOfText(nn.Module):
+    """Scores texts, each by its length."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(1, 2)
+
+    def forward(self, texts):
+        return self.linear(torch.tensor([[float(len(text))] for text in texts]))
+
+
+@pytest.mark.parametrize("texts", [["abc"], ["abc", "de"], ["abc", "de", "fgh"]])
+def test_the_texts_of_a_batch_without_targets_are_one_input(texts):
+    pairs = [("ab", 0), ("abcd", 1)]
+    learn = make_learner(
+        DataLoaders.from_datasets(pairs, pairs, bs=2, device="cpu"), LengthOfText(), nn.CrossEntropyLoss()
+    )
+    expected = learn.model(texts).detach()
+    for bs in (1, 2):
+        for dl in (learn.dls.test_dl(texts, bs=bs), DataLoader(texts, bs)):
+            assert torch.equal(learn.get_preds(dl=dl)[0], expected)
+    assert torch.equal(learn.predict(texts[0]).pred, expected[0])
+
+
 def joined(samples):
     return torch.stack([sample[0] for sample in samples]), None
 
