@@ -439,9 +439,9 @@ def test_code_tokens_are_counted_right():
 # The most tokens of code that each room may have; a room is a folder of the package, or a file at its top. A budget is
 # raised by at most a tenth. More needs a line in the changelog that says why.
 BUDGETS = {
-    "callbacks": 41_586, "parallel": 27_562, "data": 21_546, "scaling": 16_739, "preflight": 18_218, "sweep": 11_381,
+    "callbacks": 41_586, "parallel": 27_562, "data": 21_632, "scaling": 16_739, "preflight": 18_218, "sweep": 11_381,
     "launch": 14_759, "checkpoints": 13_864, "learner": 10_575, "inspection": 9_042, "metrics": 9_672,
-    "loggers": 8_029, "images": 8_212, "optim": 8_177, "notebook": 7_692, "tabular": 7_442, "export": 7_033,
+    "loggers": 8_029, "images": 8_349, "optim": 8_177, "notebook": 7_692, "tabular": 7_444, "export": 7_033,
     "losses": 7_073, "distributed": 6_398, "vision": 5_267, "run_state": 5_831, "language": 4_663, "processes": 4_997,
     "files": 4_524, "torch_internals": 3_997, "explain": 3_806, "utils": 2_205, "values": 1_368, "large": 2_577,
     "callback": 2_475, "clusters": 4_029, "arguments": 2_440, "__init__": 1_659, "datasets": 1_344, "shards": 842,
