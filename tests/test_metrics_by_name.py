@@ -288,3 +288,9 @@ def test_accuracy_multi_counts_each_label(options, right):
     pred = torch.tensor([[2.0, -1.0, 0.2], [-3.0, 0.4, 3.0]])
     target = torch.tensor([[1, 0, 1], [0, 0, 1]])
     assert float(accuracy_multi(pred, target, **options)) == pytest.approx(right)
+
+
+def test_accuracy_multi_compares_scores_and_targets_one_by_one():
+    pred, target = torch.tensor([2.0, 1.0, -1.0]), torch.tensor([1.0, 0.0, 0.0])
+    for one, other in ((pred[:, None], target), (pred, target[:, None])):
+        assert float(accuracy_multi(one, other)) == pytest.approx(2 / 3)

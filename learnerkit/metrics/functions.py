@@ -36,13 +36,14 @@ def accuracy_multi(pred: Tensor, target: Tensor, thresh: float = 0.5, sigmoid: b
     """Compute the share of right answers over all labels of all samples, where each label is a yes or no by itself.
 
     Args:
-        pred: a score for each label, of the shape of the targets.
-        target: 1 or True for yes, 0 or False for no.
+        pred: a score for each label.
+        target: as many, 1 or True for yes, 0 or False for no.
         thresh: above which a probability, or with `sigmoid=False` a score, is a yes.
         sigmoid: make probabilities of the scores first.
     """
     scores = pred.sigmoid() if sigmoid else pred
-    return wide((scores > thresh) == target.bool()).mean()
+    right = (scores > thresh) == target.reshape(pred.shape).bool()  # (n, 1) and (n,) would make n x n answers
+    return wide(right).mean()
 
 
 def error_rate(pred: Tensor, target: Tensor, axis: int | None = None, loss_func: Any = None) -> Tensor:
