@@ -65,11 +65,14 @@ def fingerprint(data: Any) -> str:
     Returns:
         Without the digest if nothing is held in memory.
     """
-    parts = list(islice(_parts(data) if isinstance(data, list | tuple) else _attributes(data), _PARTS))
+    digest, is_held = hashlib.sha256(), False
+    for part in islice(_parts(data) if isinstance(data, list | tuple) else _attributes(data), _PARTS):
+        digest.update(b"%d " % len(part))  # part by part: those of a list of large tensors are gigabytes
+        digest.update(part)
+        is_held = True
     n, kind = loader_len(data), type(data).__name__
     size = "no length" if n is None else f"{n} items"
-    digest = hashlib.sha256(b"".join(b"%d %s" % (len(part), part) for part in parts)).hexdigest()[:16]
-    return f"{kind}, {size}, sha256 {digest}" if parts else f"{kind}, {size}"
+    return f"{kind}, {size}, sha256 {digest.hexdigest()[:16]}" if is_held else f"{kind}, {size}"
 
 
 def _attributes(data: Any, depth: int = 0) -> Iterator[bytes]:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -109,6 +110,16 @@ def test_only_some_of_a_large_dataset_is_read(monkeypatch):
     assert fingerprint(TensorDataset(x)) == before
     x[0] = 1
     assert fingerprint(TensorDataset(x)) != before
+
+
+def test_a_list_of_large_tensors_takes_no_memory_for_all_of_them():
+    data = Items([torch.zeros(1).expand(2**18) for _ in range(40)])  # 40 MiB
+    tracemalloc.start()
+    try:
+        fingerprint(data)
+        assert tracemalloc.get_traced_memory()[1] < 8 * 2**20
+    finally:
+        tracemalloc.stop()
 
 
 def git(folder, *words):
