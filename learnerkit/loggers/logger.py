@@ -239,7 +239,8 @@ class Logger(NamedState):
             before, goes_on = self._id, self._goes_back
             self._handle = self._open()
             self._goes_back = False
-            if self._id != before or (goes_on and self._may_lose_config):
+            writes = type(self)._write_config is not Logger._write_config  # git and the fingerprints may take seconds
+            if writes and (self._id != before or (goes_on and self._may_lose_config)):
                 self._write_config(_hyper_parameters(self.learn) | self.config)
 
     def _release(self) -> None:

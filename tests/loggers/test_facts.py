@@ -12,7 +12,7 @@ import torch
 from helpers import make_dls, make_learner
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset
 
-from learnerkit import JSONLogger, set_seed
+from learnerkit import CSVLogger, JSONLogger, set_seed
 from learnerkit.loggers.facts import code, fingerprint
 
 
@@ -158,3 +158,13 @@ def test_they_are_among_the_parameters(tmp_path):
     assert config["seed"] == 7
     assert config["train"]["data"] == fingerprint(learn.dls.train_ds) != config["valid"]["data"]
     assert config["code"]["command"]
+
+
+def test_a_logger_that_writes_no_parameters_does_not_ask_for_them(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr("learnerkit.loggers.logger.fingerprint", lambda data: asked.append(data) or "")
+    for cb, n in ((CSVLogger(), 0), (JSONLogger(), 2)):
+        learn = make_learner(make_dls(12), cbs=cb, path=tmp_path)
+        with learn.no_logging():
+            learn.fit(1)
+        assert len(asked) == n
