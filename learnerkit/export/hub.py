@@ -12,7 +12,7 @@ from learnerkit.export.writing import ONNX, export, exported_path
 from learnerkit.files import SAFETENSORS
 from learnerkit.marks import collective
 from learnerkit.state import Learner
-from learnerkit.text import first_few
+from learnerkit.text import escaped_line, first_few
 from learnerkit.utils import unwrap
 
 _CARD = """---
@@ -106,10 +106,12 @@ def model_card(learn: "Learner", repo_id: str, file: str) -> str:
     code = f"from learnerkit import {', '.join([*data, 'from_hub'])}\n\nlearn = from_hub({repo_id!r}{''.join(options)})"
     if file.endswith(ONNX):
         code = _ONNX.format(repo_id=repo_id, file=file)
+    rows |= measured
+    cells = ([escaped_line(str(cell)).replace("|", "\\|") for cell in row] for row in rows.items())
     return _CARD.format(
         name=repo_id.rpartition("/")[2], model=type(unwrap(learn.model)).__name__, version=__version__,
         torch_version=torch.__version__,
-        rows="\n".join(f"| {name} | {value} |" for name, value in (rows | measured).items()),
+        rows="\n".join(f"| {name} | {value} |" for name, value in cells),
         code=code + (_WEIGHTS if file.endswith(SAFETENSORS) else ""), measured=_MEASURED if measured else "",
     )  # fmt: skip
 

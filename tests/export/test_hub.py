@@ -142,3 +142,13 @@ def test_the_card_says_how_data_and_onnx_are_loaded():
     assert "from learnerkit import SimpleNamespace, from_hub" in model_card(learn, "ann/a", "a.pt2")
     assert "fname='a.pt2', data=SimpleNamespace)" in model_card(learn, "ann/a", "a.pt2")
     assert 'InferenceSession(hf_hub_download("ann/a", "a.onnx"))' in model_card(learn, "ann/a", "a.onnx")
+
+
+def test_a_bar_in_a_name_divides_no_cell_of_the_card():
+    learn = trained()
+    learn.dls.classes = ["a|b", "c"]
+    learn.recorder.metric_names[-2] = "recall\nof a|b"
+    rows = [line for line in model_card(learn, "ann/a", "a.pt2").splitlines() if line.startswith("|")]
+    assert "| classes | a\\|b, c |" in rows
+    assert all(row.replace("\\|", "").count("|") == 3 for row in rows)
+    assert any(row.startswith("| recall\\nof a\\|b | ") for row in rows)
