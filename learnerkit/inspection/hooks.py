@@ -36,7 +36,9 @@ class Hook:
         cpu: copy them to the host, which is a host-device sync.
 
     Attributes:
-        stored: the result of the last pass; `None` before the first.
+        stored: the result of the last pass; `None` before the first. An output shares its memory with the model's: a
+            later layer that works in place, such as `nn.ReLU(inplace=True)`, changes it. `lambda module, inputs,
+            output: output.clone()` as `func` keeps it as it was.
     """
 
     def __init__(

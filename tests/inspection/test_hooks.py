@@ -27,6 +27,11 @@ def test_hooks_keep_what_passes_and_go():
         assert last.stored == (model[3], (3, 6))
     with pytest.raises(ZeroDivisionError), Hook(model[0]):
         1 / 0  # noqa: B018
+    in_place = nn.Sequential(model[0], nn.ReLU(inplace=True))
+    with Hook(model[0]) as changed, Hook(model[0], lambda module, inputs, output: output.clone()) as kept:
+        in_place(x)
+    assert torch.equal(changed.stored, model[0](x).relu())
+    assert torch.equal(kept.stored, model[0](x))
     with pytest.raises(AttributeError, match="register_forward_hook"):
         Hooks([model[0], "no module"])
     assert not hooked(model)
