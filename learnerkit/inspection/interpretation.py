@@ -1,5 +1,6 @@
 """Views of what a model predicts, and of what it gets wrong."""
 
+import sys
 from collections.abc import Iterable
 from itertools import islice
 from typing import Any
@@ -266,7 +267,7 @@ def show_results(learn: "Learner", n: int, ds_idx: int) -> Any:
         dl: Any = DataLoader(items, batch_size=max(1, len(items)), collate_fn=loader.collate_fn)  # type: ignore[arg-type]
     else:  # The loader's batches cannot be made from samples here.
         batch = first_batch(loader)
-        samples, dl = samples_of(dls, batch, n), [batch]
+        samples, dl = samples_of(dls, batch, sys.maxsize), [batch]  # all, as all are predicted
     preds, targets = learn.get_preds(dl=dl)
     if not distributed.is_main():
         return None
@@ -276,7 +277,8 @@ def show_results(learn: "Learner", n: int, ds_idx: int) -> Any:
     decoded, classes = decode(learn.loss_func, preds, kept), dls.target_names
     size = len(samples)
     rows, made = with_rows(preds if decoded is None else decoded, size, True), with_rows(targets, size)
-    answers = [nth(rows, i, size) for i in range(size)]
+    samples = samples[:n]
+    answers = [nth(rows, i, size) for i in range(len(samples))]
     # A collate function or a callback may make the targets.
     given = [y or (nth(made, i, size),) for i, (_, y) in enumerate(samples)]
     if kept is not targets:

@@ -5,7 +5,7 @@ import torch
 from helpers import make_classes, make_data, make_dls, make_learner, padded
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 
 from learnerkit import ClassificationInterpretation as Interpretation
 from learnerkit import DataLoaders, Learner
@@ -200,6 +200,18 @@ def test_ranks_interpret_the_whole():
         if distributed.is_main():
             learn.summary()  # alone
     assert (shown is None) == (found.plot_top_losses(1) is None) == (distributed.rank() > 0)
+
+
+def test_results_of_whole_batches_are_of_the_first_samples():
+    learn, x, y = learner(classes=NAMES)
+    batches = [(x[:8], y[:8]), (x[8:], y[8:])]
+    made_whole = DataLoader(TensorDataset(x, y), sampler=BatchSampler(range(len(x)), 8, False), batch_size=None)
+    for loader in (batches, made_whole):
+        learn.dls = DataLoaders(loader, loader, device="cpu", classes=NAMES)
+        for n, shown in ((3, 3), (8, 8), (9, 8)):
+            said = [NAMES[i] for i in x[:shown].argmax(1)]
+            rows = learn.show_results(n).rows
+            assert [row[-1].removeprefix("wrong: ") for row in rows] == said
 
 
 def test_results_come_from_all_over_the_dataset():
