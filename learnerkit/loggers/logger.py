@@ -407,7 +407,9 @@ def _matching(patterns: list[str | Path]) -> dict[str, Path]:
     by_name: dict[str, Path] = {}
     here = Path.cwd()
     for pattern in patterns:
-        paths = [Path(os.path.abspath(name)) for name in glob(str(pattern), recursive=True)]  # without '..'
+        # A path may have brackets, which are signs of a pattern, too.
+        names = [str(pattern)] if os.path.isfile(pattern) else glob(str(pattern), recursive=True)
+        paths = [Path(os.path.abspath(name)) for name in names]  # without '..'
         files = [path for path in paths if path.is_file()]
         if not files:
             warn(f"log_files: there is no file {str(pattern)!r}")

@@ -113,6 +113,14 @@ def test_files_are_logged_by_their_paths_below_the_current_directory(tmp_path, m
     assert Kept(tmp_path, log_files="one.txt").log_files == ["one.txt"]
 
 
+def test_a_file_in_a_folder_with_brackets_is_found_by_its_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "lr=[1,2]" / "a.yaml"
+    path.parent.mkdir()
+    path.touch()
+    assert _matching([path]) == _matching(["lr=[1,2]/a.yaml"]) == {"lr=[1,2]/a.yaml": path}
+
+
 def test_of_two_files_with_one_name_the_second_is_left_out_with_a_warning(tmp_path, monkeypatch):
     first, second, work = tmp_path / "a" / "c.yaml", tmp_path / "b" / "c.yaml", tmp_path / "work"
     for folder in (first.parent, second.parent, work):
