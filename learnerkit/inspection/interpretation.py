@@ -261,11 +261,11 @@ def show_results(learn: "Learner", n: int, ds_idx: int) -> Any:
     """Do what `Learner.show_results` says."""
     arguments.check_count("n", n, "a number of samples")
     dls, loader = learn.dls, learn.dls[ds_idx]
-    if isinstance(loader, DataLoader) and loader.batch_sampler is not None:
-        items = _some(loader, n)
+    items = _some(loader, n) if isinstance(loader, DataLoader) and loader.batch_sampler is not None else None
+    if items is not None and _are_samples(items, dls, loader):
         samples = [dls.split(item) for item in items]
         dl: Any = DataLoader(items, batch_size=max(1, len(items)), collate_fn=loader.collate_fn)  # type: ignore[arg-type]
-    else:  # The loader's batches cannot be made from samples here.
+    else:  # The loader's batches cannot be made from samples here, or have others.
         batch = first_batch(loader)
         samples, dl = samples_of(dls, batch, sys.maxsize), [batch]  # all, as all are predicted
     preds, targets = learn.get_preds(dl=dl)
@@ -291,6 +291,12 @@ def show_results(learn: "Learner", n: int, ds_idx: int) -> Any:
     else:
         notes = _notes((y if len(y) > 1 else y[0] for y in given), answers, classes)
     return show(dls, [x for x, _ in samples], notes, "target and prediction" if len(notes) > 1 else "prediction")
+
+
+def _are_samples(items: list, dls: "DataLoaders", loader: Any) -> bool:
+    """Tell whether a batch has a sample for each item: a collate function may leave out broken ones, or add others."""
+    with keep_seeds(loader):
+        return not items or dls.count(loader.collate_fn(items)) in (None, len(items))
 
 
 def _some(loader: DataLoader, n: int) -> list:

@@ -5,7 +5,7 @@ import torch
 from helpers import make_classes, make_data, make_dls, make_learner, padded
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import BatchSampler, DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, TensorDataset, default_collate
 
 from learnerkit import ClassificationInterpretation as Interpretation
 from learnerkit import DataLoaders, Learner
@@ -212,6 +212,26 @@ def test_results_of_whole_batches_are_of_the_first_samples():
             said = [NAMES[i] for i in x[:shown].argmax(1)]
             rows = learn.show_results(n).rows
             assert [row[-1].removeprefix("wrong: ") for row in rows] == said
+
+
+@pytest.mark.filterwarnings("ignore:the loader drew")
+def test_results_are_of_the_samples_that_a_collate_function_makes():
+    learn, x, y = learner(classes=NAMES)
+    data = [None if i % 7 == 0 else (x[i], y[i]) for i in range(len(x))]
+
+    def without_broken(items):
+        return default_collate([item for item in items if item is not None])
+
+    def both_ways(items):
+        x, y = default_collate([item for item in items if item is not None])
+        return torch.cat([x, -x]), torch.cat([y, y])
+
+    for collate in (without_broken, both_ways):
+        loader = DataLoader(data, 8, collate_fn=collate)
+        learn.dls = DataLoaders(loader, loader, device="cpu", classes=NAMES)
+        rows = learn.show_results(4).rows
+        assert [row[:3] for row in rows] == x[1:5].tolist()
+        assert [row[-1].removeprefix("wrong: ") for row in rows] == [NAMES[i] for i in x[1:5].argmax(1)]
 
 
 def test_results_come_from_all_over_the_dataset():
