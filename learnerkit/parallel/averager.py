@@ -57,22 +57,19 @@ class Averager:
             if own == "_backward":
                 raise ValueError(
                     "GradientAccumulation cannot weigh the batches of a learner with a _backward of its own exactly; "
-                    "accumulate in that _backward, or train the whole model by one loss"
-                    " (errors.html#loss-weight)"
+                    "accumulate in that _backward, or train the whole model by one loss (errors.html#loss-weight)"
                 )
             if is_static:
                 raise ValueError(
                     "static_graph=True and GradientAccumulation do not go together: DDP's first iteration must reduce "
-                    "the gradients, and accumulation does not; leave static_graph out"
-                    " (errors.html#unused-parameters)"
+                    "the gradients, and accumulation does not; leave static_graph out (errors.html#unused-parameters)"
                 )
         if cb.shard:
             check_shardable(self.learn, cb.offload)
         if own and engine:
             raise ValueError(
                 f"{engine} is for gradients that DDP averages during the backward pass, and those of a learner "
-                f"with a {own} of its own are averaged after it: leave {engine} out"
-                " (errors.html#unused-parameters)"
+                f"with a {own} of its own are averaged after it: leave {engine} out (errors.html#unused-parameters)"
             )
 
     @collective
@@ -180,8 +177,7 @@ class Averager:
             self.cb.tell_once(
                 f"each rank makes {first_few(apart)} (buffers that change in the forward pass) of its own samples, so "
                 "the numbers are not those of one process; make them of all ranks' samples: learnerkit.distributed"
-                ".reduce or all_gather, in the forward pass"
-                " (errors.html#rank-statistics)"
+                ".reduce or all_gather, in the forward pass (errors.html#rank-statistics)"
             )
         return facts
 
@@ -226,8 +222,7 @@ class Averager:
         if engine == "comm_hook" and against:
             raise ValueError(
                 f"{engine} is for gradients that DDP averages during the backward pass, which it cannot do, as "
-                f"{', and '.join(against)}: leave {engine} out"
-                " (errors.html#unused-parameters)"
+                f"{', and '.join(against)}: leave {engine} out (errors.html#unused-parameters)"
             )
         if engine or not against:
             self._take(Overlapped(self.step, self.cb.comm_hook, self.cb.ddp_kwargs, self._give_up))
@@ -241,8 +236,7 @@ class Averager:
             self.cb.tell_once(
                 f"no backward pass of {type(self.learn).__name__} gave a gradient to {first_few(sorted(way.silent))}. "
                 "If it names parameters in backward(inputs=...): those of a sharded model are no part of the graph; "
-                "leave inputs= out, and clear the gradients that are not wanted"
-                " (errors.html#sharded)"
+                "leave inputs= out, and clear the gradients that are not wanted (errors.html#sharded)"
             )
 
     def _check_foreign(self) -> None:
@@ -256,8 +250,7 @@ class Averager:
                     raise ValueError(
                         f"{holder} trains parameters that are neither the model's nor in learn.opt, and the loss "
                         "depends on them, so each rank would train its own: put them into the model, or into learn.opt "
-                        "(add_param_group)"
-                        " (errors.html#unused-parameters)"
+                        "(add_param_group) (errors.html#unused-parameters)"
                     )
 
     @collective

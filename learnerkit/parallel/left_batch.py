@@ -114,8 +114,7 @@ class LeftBatch(Callback):
                     raise RuntimeError(
                         f"a cancel in the middle of the model's forward pass on rank {distributed.rank()}, where the "
                         "other ranks wait for it to gather the next unit of the sharded model: raise it in an event of "
-                        "a callback, such as after_pred"
-                        " (errors.html#sharded)"
+                        "a callback, such as after_pred (errors.html#sharded)"
                     )
                 learn.xb = cut_rows(learn.xb, 0, 0, int(not rank_norms(learn.model)))
                 step.joined.enter_context(joined)

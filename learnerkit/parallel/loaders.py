@@ -212,8 +212,7 @@ class RankStreamLoader(RankLoader):
             warn(
                 f"the data of rank {distributed.rank()} had not been read to their end when all stopped with the first "
                 "(uneven='stop'), so this rank goes on with the rest of them; a run without a break leaves them out if "
-                "the dataset begins each epoch anew. uneven='join' uses all data"
-                " (errors.html#resume)"
+                "the dataset begins each epoch anew. uneven='join' uses all data (errors.html#resume)"
             )
         self.stream, self._skip = own.get("stream"), 0  # the number of batches to read and drop
         self._place: dict[str, Any] = {}  # the arguments of `read_on`

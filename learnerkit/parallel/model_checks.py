@@ -114,8 +114,7 @@ def check_devices(placed: Sequence[tuple[str, list[str]]]) -> None:
                 raise ValueError(
                     f"the models of ranks {other} and {rank} both span {device} of {machine}; under DDP each process "
                     "needs devices of its own: start fewer processes, and give each a device_map of its GPUs, or show "
-                    "it those alone (CUDA_VISIBLE_DEVICES)"
-                    " (errors.html#processes)"
+                    "it those alone (CUDA_VISIBLE_DEVICES) (errors.html#processes)"
                 )
 
 

@@ -162,8 +162,7 @@ class Shards:
         if new := [name for name, p in self.model.named_parameters() if p is not self.named.get(name)]:
             raise ValueError(
                 f"the model has other parameters than when it was divided among the ranks ({first_few(new)}): replace "
-                "parts of a sharded model between two fits"
-                " (errors.html#sharded)"
+                "parts of a sharded model between two fits (errors.html#sharded)"
             )
 
     def explain(self, error: BaseException) -> None:
@@ -426,8 +425,7 @@ def _check(model: nn.Module, units: Mapping[str, nn.Module]) -> None:
         if _is_divisible(p) and not p.is_contiguous():
             raise ValueError(
                 f"the parameter {name} has the strides {p.stride()}, and only contiguous ones can be sharded: leave "
-                "ChannelsLast out, or write p.data = p.data.contiguous()"
-                " (errors.html#sharded)"
+                "ChannelsLast out, or write p.data = p.data.contiguous() (errors.html#sharded)"
             )
     inside = {p: unit for unit, module in units.items() for p in module.parameters()}
     kinds: dict[str, set[torch.dtype]] = {}

@@ -162,8 +162,7 @@ class Sharded:
                 raise ValueError(
                     f"{self.shards.names.get(module) or 'the model'} is computed again in the backward pass with "
                     "gradients that its forward pass did not have (a reentrant checkpoint), which a sharded model "
-                    "cannot: write use_reentrant=False, or use ActivationCheckpointing"
-                    " (errors.html#sharded)"
+                    "cannot: write use_reentrant=False, or use ActivationCheckpointing (errors.html#sharded)"
                 )
             return
         tensors = self._watched(output)
@@ -197,8 +196,7 @@ class Sharded:
                 raise ValueError(
                     f"in a batch rank 0 calls the units {first_few(everyone[0])}, and rank {rank} calls "
                     f"{first_few(calls)}; all ranks gather a unit together, so each must call the same: say by "
-                    "shard=[...] which modules are units, such as those that have these in them"
-                    " (errors.html#sharded)"
+                    "shard=[...] which modules are units, such as those that have these in them (errors.html#sharded)"
                 )
 
     @collective
