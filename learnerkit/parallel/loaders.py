@@ -148,10 +148,10 @@ class RankStreamLoader(RankLoader):
         self, dl: DataLoader, name: str, *, rank_step: "RankStep | None", split: bool, sharded: bool, join: bool,
         dims: Dims, cut: Callable[[Any], Share], count: Callable[[Any], int | None] | None,
     ) -> None:  # fmt: skip
-        ranks, size = distributed.world_size(), dl.batch_size or 1
+        ranks, size = distributed.world_size(), dl.batch_size
         made = dl.batch_sampler is None
         split = split and not sharded
-        if split and dl.batch_size is not None and size < ranks:
+        if split and size is not None and size < ranks:
             raise ValueError(
                 f"{name} has batch_size={size}, which cannot be cut into a piece for each of {ranks} ranks; "
                 "use split_batches=False or larger batches"
@@ -160,8 +160,7 @@ class RankStreamLoader(RankLoader):
         if not split and not sharded and self.steps is not None:
             self.steps = -(-self.steps // ranks) if join or rank_step is None else self.steps // ranks
         replaced: dict[str, Any] = {} if sharded and has_state(dl) else dict(replaced_sampler(dl))
-        self._finish: Callable[[Any], Any] = itself
-        collate: Callable[[Any], Any] = dl.collate_fn
+        self._finish, collate = itself, dl.collate_fn
         if not sharded and not dl.num_workers:  # samples of other ranks need not be collated
             self._finish, collate = partial(_joined, dl), itself
             replaced["pin_memory"] = False
@@ -292,7 +291,7 @@ class RankStreamLoader(RankLoader):
     @collective
     def _compare(self, first: Any) -> list[bool]:
         """Return for each rank if it has data; warn if some have the same and should not, or have not and should."""
-        everyone: list[list[int] | None] = distributed.all_gather(None if first is None else self._marks)
+        everyone = distributed.all_gather(None if first is None else self._marks)
         alike = [rank for rank, marks in enumerate(everyone) if marks and everyone.count(marks) > 1]
         name = type(self.loader.dataset).__name__
         if not self.sharded and len({tuple(marks) for marks in everyone if marks is not None}) > 1:

@@ -40,7 +40,7 @@ class Passes:
         self.averaged: dict[Tensor, Tensor] = {}
         self.is_open = self._running = False
         heard = self.params if watches else []
-        self._hooks: list = [p.register_post_accumulate_grad_hook(self._note) for p in heard]
+        self._hooks = [p.register_post_accumulate_grad_hook(self._note) for p in heard]
         if step.mean.sums:
             self._hooks += [p.register_hook(self._weigh) for p in heard]
 

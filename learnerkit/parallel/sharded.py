@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping, MutableMapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -72,7 +72,7 @@ class Shards:
         stays: bool,
     ) -> None:
         self.model, self.units = model, list(units.values())
-        self.divided = [*self.units, model]  # the modules that FSDP2 divides
+        self.divided: list[Any] = [*self.units, model]  # the modules that FSDP2 divides
         self.device, self.stays = device, stays
         self.names = {unit: name for name, unit in units.items()}
         self._reshard = reshard_after_forward
@@ -85,7 +85,9 @@ class Shards:
         self.pairs = [(before[name], p) for name, p in self.named.items() if p is not before[name]]
         # These are hooks of the divided parameters, to be moved to the gathered ones.
         apart = {name: p for name, p in before.items() if p is not self.named[name]}
-        self.tensor_hooks = {name: hooks for name, p in apart.items() if (hooks := _hooks_of(p))}
+        self.tensor_hooks = {
+            name: [list((hooks or {}).values()) for hooks in gradient_hooks(p)] for name, p in apart.items()
+        }
         self._classes = [type(old) for old, _ in self.pairs]
         for old, p in self.pairs:
             if old.grad is not None:
@@ -103,7 +105,7 @@ class Shards:
         """Let FSDP2 divide the parameters of the modules; with `free` the originals are emptied."""
         # This hook runs before FSDP's own hooks, which free the unit: the parameters are whole here.
         copy_views = torch.compiler.disable(_after_unit)
-        self._hooks: list = [m.register_forward_hook(copy_views) for m in self.divided]
+        self._hooks = [m.register_forward_hook(copy_views) for m in self.divided]
         group: Any = distributed.group("gradients", self.device.type) or dist.group.WORLD
         self._mesh = DeviceMesh.from_group(group, self.device.type)
         whole = {p for p in self.model.parameters() if not _is_divisible(p)}
@@ -234,8 +236,8 @@ class Shards:
         for _, owner, name, p in self._divided:
             setattr(owner, name, rows.get(p, p))
         self._note_parameters()
-        exchanged: dict[Tensor, Tensor] = {old[name]: p for name, p in self.named.items() if p is not old[name]}
-        self.pairs = [(first, cast(nn.Parameter, exchanged[p])) for first, p in self.pairs]
+        exchanged: dict[Tensor, nn.Parameter] = {old[name]: p for name, p in self.named.items() if p is not old[name]}
+        self.pairs = [(first, exchanged[p]) for first, p in self.pairs]
         for first, p in self.pairs:
             vars(first)["shard"] = p
         for opt in self._taken:
@@ -301,10 +303,10 @@ class Shards:
             if chosen == wanted:
                 return
             if chosen < rest:
-                unit = self.units[chosen]
+                unit = self.divided[chosen]
                 _gather_anew(unit)
                 if self._reshard:
-                    cast(Any, unit).reshard()
+                    unit.reshard()
 
     def free(self) -> None:
         """Free the gathered parameters, where no rank runs the model, so that callbacks see the shards.
@@ -312,7 +314,7 @@ class Shards:
         All ranks do so at the same places. The next pass gathers the parameters again.
         """
         for i in sorted(self._kept):
-            cast(Any, self.divided[i]).reshard()
+            self.divided[i].reshard()
         self._kept.clear()
 
     def end_votes(self, frees: bool = True) -> None:
@@ -390,12 +392,6 @@ class _Divided(nn.Parameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = map_batch(lambda t: t.shard if isinstance(t, _Divided) else t, (args, kwargs or {}), itself)
         return func(*args, **kwargs)
-
-
-def _hooks_of(p: Tensor) -> tuple[list, list] | None:
-    """Return a parameter's gradient hooks and its post-accumulate hooks, or `None` if it has none."""
-    tables = [[*(hooks or {}).values()] for hooks in gradient_hooks(p)]
-    return (tables[0], tables[1]) if any(tables) else None
 
 
 def _is_divisible(p: Tensor) -> bool:

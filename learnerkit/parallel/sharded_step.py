@@ -64,7 +64,7 @@ class Sharded:
         self.step, self.mean = step, step.mean
         self.shards, self._own = shards, own
         self._settle, self._votes = settle, votes and not own
-        self._check: Callable[[], None] | None = check
+        self._check = check
         self._weight: float | None = None  # the weight of the gradients in the learner's own passes, once it is known
         self._without_grad = set[nn.Module]()  # units that were called without gradients
         self._settled, self.sync = False, sync
@@ -96,7 +96,7 @@ class Sharded:
         begin, note, note_output, begin_part, note_part = map(
             torch.compiler.disable, (self._begin, self._note, self._note_output, self._begin_part, self._note_part)
         )
-        self._hooks: list = [
+        self._hooks = [
             shards.model.register_forward_pre_hook(begin, prepend=True),
             *(unit.register_forward_hook(note, prepend=True) for unit, owned in self._owned.items() if owned),
             *(unit.register_forward_hook(note_output) for unit in self._owned),
@@ -130,7 +130,7 @@ class Sharded:
         watches = self.step.passes.watches
         if (self._looks or watches) and torch.is_grad_enabled() and not is_backward_pass():
             for name, owner, attribute in self._owned[module]:
-                p = cast(Tensor, owner._parameters[attribute])
+                p: Any = owner._parameters[attribute]
                 if name not in self._gathered and self.step.passes.is_open:
                     self._later.add(name)
                 self._gathered[name] = self.shards.gathered[self.shards.named[name]] = p
@@ -225,7 +225,7 @@ class Sharded:
         if learn.step_due:
             # The reduction runs during the backward pass.
             work = dist.all_reduce(vector, group=distributed.group("gradients", vector.device.type), async_op=True)
-        zeros: list = []
+        zeros = []
         # From a loss that gathers, the other ranks would get gradients, too; there it stays the weighed one.
         if not (something or self._looks or weighting_of(learn).gathers) and loss is not None and loss.requires_grad:
             # The batch is a stand-in sample, or one that this rank has left: its loss has the same graph as on the
@@ -280,9 +280,8 @@ class Sharded:
 
     def _note_reduced(self) -> None:
         self.step.reduced = True
-        if self._check is not None:
-            check, self._check = self._check, None
-            check()
+        self._check()
+        self._check = lambda: None
 
     def forget_calls(self) -> None:
         """Forget the calls and outputs of this batch's forward passes."""
