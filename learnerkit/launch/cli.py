@@ -30,6 +30,7 @@ from learnerkit.text import did_you_mean, escaped_line, printable, signal_name
 
 COUNTS = ("--nproc", "--nproc-per-node", "--nnodes")  # options that a script should not need
 DOCTOR = ["-m", "learnerkit.doctor", "--rank"]
+ALONE = clusters.Place("", "")  # no cluster says anything
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def run_attempts(plan: Plan, events: LaunchEvents) -> int:
     restarts = plan.restarts + plan.attempt
     number = plan.attempt
     rendezvous = Rendezvous(plan.nodes, job.timeout or 300.0, say) if plan.nodes else None
-    attempt: Attempt | None = None
+    attempt = None
 
     def begin() -> Attempt:
         if rendezvous is None:
@@ -235,10 +236,8 @@ def make_parser(prog: str = "learnerkit.launch") -> Parser:
     add("-u", dest="unbuffered", action="store_true", help="do not buffer the output of the processes")
     add("-m", dest="as_module", action="store_true", help="run a module, as python -m does")
     add("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    several = parser.add_argument_group(
-        "several machines", "run the same command on each; on a cluster none of these is needed"
-    )
-    add = several.add_argument
+    same = "run the same command on each; on a cluster none of these is needed"
+    add = parser.add_argument_group("several machines", same).add_argument
     add("--nnodes", metavar="N|MIN:MAX", help="number of machines (nodes), or the least and the most of them")
     add("--node-rank", type=int, metavar="R", help="which of N nodes this is, from 0")
     add("--master-addr", metavar="A", help="address of node 0")
@@ -315,18 +314,16 @@ def parse(argv: Sequence[str] | None, prog: str = "learnerkit.launch") -> Plan |
         heartbeat = None if options.heartbeat is None else check_file("--heartbeat", options.heartbeat)
     except ValueError as error:
         parser.error(str(error))
-    shared = place.shared() if place else {}
     job = Job(
         command, nproc, gpus, options.grace, options.unbuffered, options.timeout, options.log_dir, options.tee,
         explains_failure=options.check, reports=options.report, events=events, heartbeat=heartbeat,
-        env={name: value for name, value in shared.items() if name not in os.environ},
+        env={name: value for name, value in place.shared().items() if name not in os.environ},
     )  # fmt: skip
     # A script that reads no arguments would say nothing, and run on another number of processes than was meant.
     counts = () if options.nproc or options.gpus or options.nnodes else COUNTS
-    restarts = place.restarts if place and options.max_restarts is None else options.max_restarts or 0
+    restarts = place.restarts if options.max_restarts is None else options.max_restarts
     restarts = 0 if options.check else restarts  # Another check would say the same.
-    return Plan(job, restarts, nodes, port, say_where_options_stand(script, counts),
-                place.attempt if place else 0)  # fmt: skip
+    return Plan(job, restarts, nodes, port, say_where_options_stand(script, counts), place.attempt)
 
 
 def protect_sbatch_values(words: list[str]) -> list[str]:
@@ -386,7 +383,7 @@ def free_port(port: int) -> int:
 
 def choose_nodes(
     options: argparse.Namespace, environ: Mapping[str, str]
-) -> tuple[Static | Elastic | None, clusters.Place | None]:
+) -> tuple[Static | Elastic | None, clusters.Place]:
     """Return how the machines of the run find each other, if there are several, and the place that a cluster tells.
 
     What the options say goes before what the cluster says.
@@ -398,22 +395,22 @@ def choose_nodes(
             raise ValueError("--rdzv-endpoint does not go with --node-rank, --master-addr or --master-port")
         if options.nnodes is None:
             raise ValueError("--rdzv-endpoint needs --nnodes: how many nodes, such as 2, or 1:4")
-        return Elastic(least, most, *parse_endpoint(options.rdzv_endpoint, PORT)), None
+        return Elastic(least, most, *parse_endpoint(options.rdzv_endpoint, PORT)), ALONE
     if least < most:
         raise ValueError(f"--nnodes {options.nnodes} needs --rdzv-endpoint host:port, as nodes may come and go")
     if options.nnodes is not None and most == 1:
-        return None, None
+        return None, ALONE
     if missing:
         place = find_place(options, environ)
         if place is not None:
             return nodes_of(place), place
         if options.nnodes is None and missing == 2:
-            return None, None
+            return None, ALONE
     if options.nnodes is None or missing:
         raise ValueError("several machines need --nnodes, --node-rank and --master-addr, or --rdzv-endpoint")
     if not 0 <= options.node_rank < most:
         raise ValueError(f"--node-rank {options.node_rank}: give 0 to {most - 1}, another one on each node")
-    return Static(options.node_rank, most, options.master_addr, options.master_port or PORT), None
+    return Static(options.node_rank, most, options.master_addr, options.master_port or PORT), ALONE
 
 
 def find_place(options: argparse.Namespace, environ: Mapping[str, str]) -> clusters.Place | None:
@@ -498,12 +495,12 @@ def write_job(options: argparse.Namespace, command: list[str], words: list[str])
 
 
 def choose_processes(
-    nproc: int | None, gpus: str | None, environ: Mapping[str, str], place: clusters.Place | None = None
+    nproc: int | None, gpus: str | None, environ: Mapping[str, str], place: clusters.Place = ALONE
 ) -> tuple[int, str | None]:
     """Return the number of processes and, if `gpus` picks some, the CUDA_VISIBLE_DEVICES for them."""
-    if place is not None and place.is_rank and gpus is not None:
+    if place.is_rank and gpus is not None:
         raise ValueError(f"--gpus {gpus}, but {place}; it starts a process for each rank, so leave --gpus out")
-    if place is not None and (place.is_rank or (nproc is None and gpus is None)):
+    if place.is_rank or (nproc is None and gpus is None):
         nproc = place.nproc
     if nproc is not None and gpus is not None:
         raise ValueError("--nproc does not go with --gpus, which starts one process per GPU; leave one of them out")
