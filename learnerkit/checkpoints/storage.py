@@ -288,7 +288,7 @@ class Storage:
         self._memory = HostMemory()
         self._writing: Future | None = None
         self._removing: Future | None = None
-        self._damaged: set[str] = set()
+        self._damaged = set[str]()
 
     @collective
     def check_values(self, weights: Mapping[str, Any], state: State, own: State) -> None:
@@ -500,7 +500,7 @@ class Storage:
         names = [name for name in names if not (self.path / name).is_symlink()]
         last = [name for name in names if name not in self._damaged][: self.keep][-1]
         latest = (self.path / _LATEST).read_bytes().decode().strip()  # by another run, perhaps
-        old: list[AnyPath] = []
+        old = []
         for path in (self.path / name for name in names[names.index(last) + 1 :] if name != latest):
             if isinstance(path, Path):
                 # Renamed first, so that a crash does not leave half a checkpoint.
@@ -765,8 +765,7 @@ class _Part:
         Raises:
             CheckpointError: on all ranks, if a rank has failed.
         """
-        error: BaseException | None = None
-        written: dict[str, dict] = {}
+        error, written = None, {}
         key = f"checkpoint{self.folder.name}/"  # the directory has a new name each time
         try:
             calls = [partial(write_new, self.folder / name, content) for name, content in files.items()]
@@ -814,7 +813,7 @@ class _Part:
 def _agree(call: Callable[[], T]) -> list[T]:
     """Return the results of a call on all ranks; raise on all if it fails on one."""
     value: Any = None
-    error: Exception | None = None
+    error = None
     try:
         value = call()
     except Exception as e:
@@ -1019,8 +1018,8 @@ def decode(encoded: Any, tensors: Mapping[int, Tensor] | Sequence[Tensor]) -> An
     mark = next((key for key in encoded if key.startswith("!")), None)
     if mark is None:
         return {key: decode(value, tensors) for key, value in encoded.items()}
-    value: Any = encoded[mark]
-    kinds: dict[str, type] = {"!tuple": list, "!dict": list, "!scalar": str, "!float": str}
+    value = encoded[mark]
+    kinds = {"!tuple": list, "!dict": list, "!scalar": str, "!float": str}
     kind = type(value)
     if kind is not kinds.get(mark, int):
         raise ValueError(f"it has the mark {mark!r} with a {kind.__name__}")
