@@ -614,8 +614,7 @@ class CheckpointCallback(StepCounter):
 def _lost(state: State) -> list[str]:
     """Return which attributes of users' callbacks could not be saved, on this rank or else on the first one."""
     owns = {key: each.get("ranks", [{}])[0] for key, each in state["callbacks"].items()} | state["rank"]["callbacks"]
-    own_parts = {key: own for key, own in owns.items() if isinstance(own, dict)}
-    return [f"{key}.{name}" for key, own in own_parts.items() for name in own.get("lost", ())]
+    return [f"{key}.{name}" for key, own in owns.items() if isinstance(own, dict) for name in own.get("lost", ())]
 
 
 def _read_state(saved: Checkpoint, learn: Any, now: State) -> State:

@@ -14,6 +14,9 @@ from learnerkit.values import describe, entries, is_nested, with_entries
 Dims = int | None | Sequence[int | None] | Mapping[str, int | None]
 """The dimension of the samples in the parts of a batch, as `DataLoaders(batch_dim=)` takes it."""
 
+BatchCount = Callable[[Any], int | None]
+"""A function that returns the number of samples of a ready-made batch, where it is known."""
+
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)  # values that belong to the whole batch
 _ADVICE = (
     "say the dimension of the samples by DataLoaders(batch_dim=...), for each part where they differ: (1, 0), or None "
@@ -175,7 +178,7 @@ class Share(NamedTuple):
 
 def cut_share(
     batch: Any, rank: int, ranks: int, dims: Dims, least: int, name: str,
-    count: Callable[[Any], int | None] | None = None,
+    count: BatchCount | None = None,
 ) -> Share:  # fmt: skip
     """Cut a rank's share out of a ready-made batch; a rank without samples gets a piece to be emptied.
 

@@ -28,7 +28,7 @@ from torch.utils.data import (
 
 from learnerkit import distributed
 from learnerkit.data.batches import loader_len
-from learnerkit.data.cuts import Share, even_spans
+from learnerkit.data.cuts import BatchCount, Share, even_spans
 from learnerkit.data.lengths import LengthBatches
 from learnerkit.data.order import has_index, samplers_of
 from learnerkit.data.rows import IndexBatches, draw_seed
@@ -73,7 +73,7 @@ class SampleStream:
 
     def __init__(
         self, sampler: Any, rank: int = 0, ranks: int = 1, *, split: bool = False, least: int = 1,
-        training: bool = True, opaque: bool = False, count: Callable[[Any], int | None] | None = None,
+        training: bool = True, opaque: bool = False, count: BatchCount | None = None,
     ) -> None:  # fmt: skip
         self.sampler, self.rank = sampler, rank
         self.ranks, self.split = ranks, split

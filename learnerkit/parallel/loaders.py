@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from learnerkit import distributed
 from learnerkit.data.batches import loader_len
-from learnerkit.data.cuts import Dims, Share, cut_rows, cut_share, no_rows
+from learnerkit.data.cuts import BatchCount, Dims, Share, cut_rows, cut_share, no_rows
 from learnerkit.data.iterable import LoaderView, read_on, say_read_forward, source_of
 from learnerkit.data.order import has_index, has_state, samplers_of, states_at_start, with_batches
 from learnerkit.data.stream import replaced_sampler, same_stream, split_evenly
@@ -146,7 +146,7 @@ class RankStreamLoader(RankLoader):
 
     def __init__(
         self, dl: DataLoader, name: str, *, rank_step: "RankStep | None", split: bool, sharded: bool, join: bool,
-        dims: Dims, cut: Callable[[Any], Share], count: Callable[[Any], int | None] | None,
+        dims: Dims, cut: Callable[[Any], Share], count: BatchCount | None,
     ) -> None:  # fmt: skip
         ranks, size = distributed.world_size(), dl.batch_size
         made = dl.batch_sampler is None
@@ -363,8 +363,7 @@ def _joined(dl: DataLoader, samples: Any) -> Any:
 
 def rank_loader(
     dl: Any, name: str, *, training: bool, split: bool, least: int, sharded: bool = False, join: bool = False,
-    rank_step: "RankStep | None" = None, dims: Dims = 0,
-    count: Callable[[Any], int | None] | None = None,
+    rank_step: "RankStep | None" = None, dims: Dims = 0, count: BatchCount | None = None,
 ) -> RankLoader:  # fmt: skip
     """Return a loader of this rank's share of `dl`, with the user's samplers, collate function, workers and pinning.
 
@@ -380,7 +379,7 @@ def rank_loader(
         TypeError: a loader whose batches cannot be shared out.
         ValueError: one that shares them out itself, or gives them in no fixed order.
     """
-    sizes: Callable[[Any], int | None] | None = None
+    sizes: BatchCount | None = None
     if isinstance(dl, Sequence) and not isinstance(dl, str):
         if count is not None and isinstance(dl, list | tuple):  # other sequences may read a file for each batch
             batches, of_batch = dl, count

@@ -148,8 +148,8 @@ class Shards:
 
     def text(self, units: Mapping[str, nn.Module]) -> str:
         """Describe the units, and the bytes of the parameters that a rank has."""
-        sizes = [sum(p.numel() * p.itemsize for p in unit.parameters()) for unit in units.values()]
-        total = sum(p.numel() * p.itemsize for p in self.named.values())
+        sizes = [sum(p.nbytes for p in unit.parameters()) for unit in units.values()]
+        total = sum(p.nbytes for p in self.named.values())
         mine = sum(local(p).nbytes for p in self.named.values())
         return (
             f"sharded into {len(units)} units ({first_few(units)}; {in_units(max(sizes))} the largest) and the rest "

@@ -79,10 +79,10 @@ class Sharded:
         of_model = dict(shards.model.named_parameters())
         self._gathered: dict[str, Tensor] = {name: p for name, p in step.params.items() if name not in of_model}
         first = {p: name for name, p in reversed(of_model.items())}
-        self._owned: dict[nn.Module, list[tuple[str, nn.Module, str]]] = {}
+        self._owned = {}
         for unit in shards.divided:
             self._owned[unit] = [(first[p], owner, name) for _, owner, name, p in owners(unit) if p in first]
-            for _, _, _, p in owners(unit):
+            for p in unit.parameters():
                 first.pop(p, None)
         self._later = set[str]()  # parameters that a later pass was the first to gather, and that may serve it alone
         self._outputs: list[Tensor] = []  # the outputs of all units in this batch
