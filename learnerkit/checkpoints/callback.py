@@ -216,9 +216,9 @@ class CheckpointCallback(StepCounter):
         if newest is None or newest.info["fit"] < fit:
             self._found = None
             return None
-        is_end = newest.info["place"] == FIT and newest.info["fit"] == fit
-        end = newest if is_end else self._end_of(fit)
-        if newest.info["fit"] > fit and end is None:
+        is_later, is_end = newest.info["fit"] > fit, newest.info["place"] == FIT
+        end = newest if is_end and not is_later else self._end_of(fit)
+        if is_later and end is None:
             distributed.warn_once(
                 f"fit {fit} of this script was done before, and its end is not kept any more in {self.path / _ENDS}: "
                 f"weights and table are not what they were after it, until fit {newest.info['fit']} goes on"
@@ -226,10 +226,10 @@ class CheckpointCallback(StepCounter):
             self._end()
         unit = "n_steps" if self.learn.n_epoch is None else "n_epoch"
         # The fit is not to train for longer.
-        if newest.info["fit"] > fit or (end and getattr(self.learn, unit) <= end.info[unit]):
+        if is_later or (end and getattr(self.learn, unit) <= end.info[unit]):
             return end
         # The fit is to train for longer: it continues from the newest checkpoint before its end.
-        last = _newest_of(self._storage) if newest.info["place"] == FIT else None
+        last = _newest_of(self._storage) if is_end else None
         return newest if last is None or last.info["fit"] != fit else last
 
     def _end(self) -> NoReturn:
