@@ -30,10 +30,9 @@ def own_address(host: str, port: int) -> str:
         NodeError: the name is unknown, or there is no route.
     """
     try:
-        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     except OSError as error:
         raise NodeError(f"the name {host!r} is unknown here ({error.strerror or error})") from error
-    family, kind, protocol, _, address = addresses[0]
     with socket.socket(family, kind, protocol) as probe:
         try:
             probe.connect(address)  # sends nothing: the kernel looks for a route

@@ -360,12 +360,13 @@ def choose_command(module: bool, command: list[str]) -> list[str]:
         raise ValueError("nothing to run: name a script (train.py) or a module (-m package.module)")
     if module:
         return ["-m", *command]
-    if os.path.abspath(command[0]).startswith(("/dev/stdin", "/dev/fd/", "/proc/self/fd/")):
-        raise ValueError(f"{command[0]!r} cannot be run, as each process would have to read it: give the script's file")
-    if not os.path.isfile(command[0]):
-        raise ValueError(f"{command[0]!r} is not a file (in {os.getcwd()}); name a Python script, or use -m")
-    if command[0].endswith(".pyc") or is_zipfile(command[0]):
-        raise ValueError(f"{command[0]!r} is compiled, or an archive; name a Python script, or use -m with PYTHONPATH")
+    script = command[0]
+    if os.path.abspath(script).startswith(("/dev/stdin", "/dev/fd/", "/proc/self/fd/")):
+        raise ValueError(f"{script!r} cannot be run, as each process would have to read it: give the script's file")
+    if not os.path.isfile(script):
+        raise ValueError(f"{script!r} is not a file (in {os.getcwd()}); name a Python script, or use -m")
+    if script.endswith(".pyc") or is_zipfile(script):
+        raise ValueError(f"{script!r} is compiled, or an archive; name a Python script, or use -m with PYTHONPATH")
     return command
 
 

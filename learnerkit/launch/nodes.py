@@ -167,5 +167,4 @@ def begin_with_others(number: int, nproc: int, restarts: int, rendezvous: Rendez
     except RuntimeError as error:  # torch raises it if the store has gone
         raise NodeError(f"lost the connection to {rendezvous.endpoint} ({in_one_line(error)})") from error
     check_that_nodes_match(infos)
-    topology = topology_of(node, infos)
-    return GroupAttempt(topology, listener, list(map(name_of, infos)), store, rendezvous)
+    return GroupAttempt(topology_of(node, infos), listener, list(map(name_of, infos)), store, rendezvous)
