@@ -251,20 +251,20 @@ class DistributedCallback(Callback):
 
         Every rank must reach this.
         """
-        learn = self.learn
-        if learn.shards is not None and (learn.shards.failed or not learn.shards.stays):
-            steps = distributed.all_gather(learn.shards.steps)
+        learn, shards = self.learn, self.learn.shards
+        if shards is not None and (shards.failed or not shards.stays):
+            steps = distributed.all_gather(shards.steps)
             if len(set(steps)) > 1:
                 self.tell_once(
                     f"the last fit failed when the ranks had taken {', '.join(map(str, steps))} optimizer steps, and "
                     "each has rows of the model, so these are of different steps now: load a checkpoint"
                     " (errors.html#sharded)"
                 )
-            if learn.shards.stays:
-                learn.shards.take_optimizers(learn.opts)
-                learn.shards.renew()
+            if shards.stays:
+                shards.take_optimizers(learn.opts)
+                shards.renew()
             else:
-                learn.shards.restore()
+                shards.restore()
                 learn.shards = None
         if learn.mapped is not None:
             self.divide()
