@@ -256,7 +256,7 @@ class CheckpointCallback(StepCounter):
             raise
         except CheckpointError as e:  # all checkpoints inside the fit are damaged; the end of a fit may be whole
             newest, damage = None, e
-        for fit in distributed.broadcast(sorted(_numbers(self.path / _ENDS), reverse=True)):
+        for fit in distributed.broadcast(sorted(_end_folders(self.path), reverse=True)):
             if newest is not None and (newest.info["place"] == FIT or newest.info["fit"] > fit):
                 break
             newest = self._end_of(fit) or newest
@@ -489,8 +489,9 @@ class CheckpointCallback(StepCounter):
     def after_fit(self) -> None:
         self._looked = True
         self._save(FIT)
-        for number in sorted(_numbers(self.path / _ENDS))[:-_FITS] if distributed.is_main() else ():
-            remove(self.path / _ENDS / str(number))
+        ends = _end_folders(self.path) if distributed.is_main() else {}
+        for number in sorted(ends)[:-_FITS]:
+            remove(ends[number])
         self._serve(distributed.reduce(self._request.mine, "max"))
 
     @collective
@@ -553,7 +554,7 @@ class CheckpointCallback(StepCounter):
             to = of_home(to)
         with distributed.alone():
             self._storage.wait()
-            storages = [Storage(self.path), *(Storage(self.path / _ENDS / str(n)) for n in _numbers(self.path / _ENDS))]
+            storages = [Storage(folder) for folder in (self.path, *_end_folders(self.path).values())]
             newest = max((c for c in map(_newest_of, storages) if c is not None), key=_age, default=None)
         if newest is None:
             raise CheckpointError(f"{self.path} has no checkpoint; to_dcp writes the newest one for other tools")
@@ -762,8 +763,7 @@ def _of_run(path: AnyPath, resume: str) -> AnyPath:
 
 def _is_used(path: AnyPath) -> bool:
     """Tell whether there are checkpoints, perhaps damaged ones."""
-    ends = path / _ENDS
-    return any(candidates(folder) for folder in (path, *(ends / str(number) for number in _numbers(ends))))
+    return any(candidates(folder) for folder in (path, *_end_folders(path).values()))
 
 
 def _shown(path: AnyPath) -> str:
@@ -775,9 +775,10 @@ def _shown(path: AnyPath) -> str:
     return printable(str(path), 1000)
 
 
-def _numbers(path: AnyPath) -> list[int]:
-    """Return the decimal names of the directories in `path`, as numbers."""
-    return [int(p.name) for p in path.iterdir() if p.name.isdecimal()] if path.is_dir() else []
+def _end_folders(path: AnyPath) -> dict[int, AnyPath]:
+    """Return the directories of the states at the end of fits, by the number of the fit."""
+    ends = path / _ENDS
+    return {int(p.name): p for p in ends.iterdir() if p.name.isdecimal()} if ends.is_dir() else {}
 
 
 def _is_trial() -> bool:
