@@ -1065,15 +1065,14 @@ class Learner(RunState):
                 "get_preds"
             )
         act = activation_for(self, act, probs)
-        augments = batch_tfms is None  # the loader does
-        plain, targets = self.get_preds(ds_idx, None if augments else dl, act=act)
-        cbs = None if augments else BatchTransform(batch_tfms, train=False, valid=True)
+        plain, targets = self.get_preds(ds_idx, None if batch_tfms is None else dl, act=act)
+        cbs = None if batch_tfms is None else BatchTransform(batch_tfms, train=False, valid=True)
         # In a fit, random streams are restored once, after all readings: restored after each, all readings would be
         # alike.
         streams = keep_seeds(dl, self.dls.device) if self._in_fit else nullcontext()
         with replaced(self, _in_fit=False), streams:
             readings = [self.get_preds(ds_idx, dl, act=act, cbs=cbs) for _ in range(n)]
-        if augments and all(same(plain, preds) for preds, _ in readings):
+        if batch_tfms is None and all(same(plain, preds) for preds, _ in readings):
             self.say("tta: dl= reads the samples as they are, so nothing is augmented; batch_tfms= augments them")
         return averaged((plain, targets), readings, beta, use_max), targets
 

@@ -127,6 +127,7 @@ def test_torch_schedulers_by_the_batch_equal_those_on_one_process():
     assert len(set(learn.recorder.lrs)) > 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("n_batches", [1, 3])
 def test_the_steps_that_the_warning_tells_bring_a_torch_scheduler_to_its_end(split, n_batches):

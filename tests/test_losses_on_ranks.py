@@ -192,6 +192,7 @@ def test_the_rate_finder_sees_the_losses_of_one_process():
     torch.testing.assert_close(together.recorder.lr_find_curve[1], alone.recorder.lr_find_curve[1], rtol=1e-6, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 @pytest.mark.parametrize("event", mostly_slow(["before_fit", "before_epoch"], "before_epoch"))
 def test_a_loss_that_a_callback_puts_in_place_of_another(event, reduction):

@@ -198,6 +198,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_difference_between_ranks_is_found(name):

@@ -60,6 +60,7 @@ def test_a_resumed_run_has_the_same_weights(stop, tmp_path):
     assert torch.equal(whole, again), (whole - again).abs().max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("of_one", mostly_slow([True, False], False))
 def test_states_are_divided_anew(of_one):
     """In the middle of an epoch each rank gets its rows again, of the states of one process or of as many."""

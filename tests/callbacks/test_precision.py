@@ -637,6 +637,7 @@ def test_channels_last_lasts_as_long_as_a_run(error):
     assert learn.model.seen == {(True, True, False)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lasts", [(False, True), (True, False), (True, True)])
 @pytest.mark.parametrize("loaded", [False, True])
 def test_channels_last_may_come_and_go_between_fits(lasts, loaded, tmp_path):

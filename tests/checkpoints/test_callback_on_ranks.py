@@ -55,6 +55,7 @@ def test_a_strict_run_may_go_on_with_another_number_of_ranks(tmp_path):
     assert learn.epoch == 1
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.* processes each train a whole copy")
 def test_a_fit_of_more_steps_continues_inside_the_epoch(tmp_path):
     found = []

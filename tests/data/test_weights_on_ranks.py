@@ -81,6 +81,7 @@ def test_ranks_draw_the_samples_of_one_process_and_come_to_its_numbers(name):
     torch.testing.assert_close(together.recorder.values, alone.recorder.values, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MAKE)
 def test_a_fit_goes_on_in_mid_epoch_with_the_draws_that_were_left(name):
     whole, *parts = (MAKE[name]() for _ in range(3))

@@ -154,6 +154,7 @@ MODELS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_the_units_of_models_are_their_blocks(name):
     make, expected = MODELS[name]

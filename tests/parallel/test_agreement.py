@@ -414,6 +414,7 @@ def test_all_callbacks_hear_of_a_batch_of_validation_that_is_cancelled_after_its
     assert_equals_alone(lambda: make_learner(Do("after_batch", leave, everyone, training=False)), epochs=1)
 
 
+@pytest.mark.slow
 @on_ranks
 @pytest.mark.parametrize(("event", "rows"), [("after_batch", 12), ("before_batch", 8)])
 def test_a_validation_that_all_ranks_cut_short_has_read_the_same_batches(event, rows):
@@ -593,6 +594,7 @@ before_the_step = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow
 @on_ranks
 @before_the_step
 def test_other_callbacks_go_on_with_what_a_cancel_has_stopped_on_one_rank(kind, event):
@@ -729,6 +731,7 @@ def test_a_rank_that_leaves_the_last_step_of_a_stream_keeps_no_other_rank_waitin
         check_after(learn, took=took)
 
 
+@pytest.mark.slow
 @on_ranks
 @kinds(CancelTrainException, CancelEpochException)
 def test_a_rank_that_leaves_before_the_others_have_begun_to_train_trains_the_next_epoch_with_them(kind):

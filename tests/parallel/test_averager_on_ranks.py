@@ -144,6 +144,7 @@ def test_accumulation_is_refused_with_passes_of_the_learners_own_unless_it_is_sw
     check_equals_one("Deferred", "Backward has a _backward of its own", cls=Backward, cbs=accumulate)
 
 
+@pytest.mark.slow
 def test_gradients_that_are_set_to_zero_are_averaged_in_each_step():
     check_equals_one("Overlapped", cls=KeepsGradients)
     check_equals_one("Deferred", cls=KeepsGradients, find_unused_parameters=True)
@@ -213,6 +214,7 @@ def now_and_then(cb):
         early(cb)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", mostly_slow([early, now_and_then], now_and_then))
 def test_a_pass_of_a_callback_before_the_losss_has_its_weight(when):
     """Also on a rank without data, where it is of a sample, or of nothing: the mean of nothing is a NaN."""
@@ -379,6 +381,7 @@ def test_options_of_ddp_are_refused_where_it_does_not_average():
         trained(comm_hook="bf16", change=lambda model: setattr(model, "forward", partial(in_pieces, model)))
 
 
+@pytest.mark.slow
 def test_a_compressed_network_with_an_unused_part_is_refused_until_that_is_frozen():
     def spare(model, frozen=True):
         unused = nn.Parameter(torch.zeros(3, dtype=torch.float64), requires_grad=not frozen)
@@ -610,6 +613,7 @@ UNEQUAL = ["in bf16", "one counts nothing", "one leaves before", "one leaves aft
 QUICK = "overlapped", "all leave"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", mostly_slow(EQUAL + UNEQUAL, *QUICK, slow=["one leaves before", "in bf16"]))
 def test_a_rank_without_samples_takes_part_in_norms_over_all_ranks(way):
     def made(alone):

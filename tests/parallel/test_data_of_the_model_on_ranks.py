@@ -102,6 +102,7 @@ def fit(learn, epochs=1, **options):
             learn.fit(epochs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", mostly_soak(KINDS, *list(KINDS)[1::2]))
 @pytest.mark.parametrize(
     "options", [{}, {"split_batches": True}, pytest.param({"split_batches": False}, marks=pytest.mark.slow)],

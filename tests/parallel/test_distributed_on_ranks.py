@@ -343,6 +343,7 @@ def test_a_run_leaves_eval_mode_and_training_keeps_what_the_user_has_put_there()
     assert {tuple(modes) for modes in seen} == {(True, False, True, True)}
 
 
+@pytest.mark.slow
 def test_evaluation_draws_anew_outside_a_fit_and_gives_streams_back_in_one():
     """Outside a fit each evaluation draws anew, other numbers on each rank; in a fit streams are given back."""
 

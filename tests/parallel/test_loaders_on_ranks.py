@@ -154,6 +154,7 @@ def test_ranks_together_see_the_steps_and_the_evaluation_of_one_process(case):
     assert evaluated == expected, f"evaluation on ranks {evaluated}, on one process {expected}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("of_loader", [True, False])
 def test_generators_that_differ_between_ranks_draw_the_order_of_rank_0s(of_loader):
     generator = torch.Generator().manual_seed(distributed.rank())

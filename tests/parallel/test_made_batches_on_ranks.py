@@ -151,6 +151,7 @@ def test_a_step_of_so_many_samples_has_those_of_all_ranks(kind):
     same(alone, learn)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", mostly_slow(["list", "stream"], "stream"))
 def test_batches_in_turn_are_counted_where_all_ranks_know_them(kind):
     steps = Steps()

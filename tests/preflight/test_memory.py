@@ -95,6 +95,7 @@ def test_a_batch_that_split_batch_will_take_in_parts(capsys):
     assert re.search(r"in 3MB \(8 % assumed for fragmentation\) SplitBatch takes them in \d+ parts", text)
 
 
+@pytest.mark.slow
 def test_what_is_switched_off_does_not_count_and_is_advised(capsys):
     learn = learner(cbs=[SplitBatch(), MixedPrecision("bf16")])
     for cb in (learn.split_batch, learn.mixed_precision):

@@ -56,6 +56,7 @@ def test_copies_of_gradients_count():
         assert asks.found.peak > predict_memory(learn).peak + 0.9 * asks.found.gradients
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [None, "1GiB"])
 def test_of_a_sharded_model_the_parts_are_named_and_no_peak(given):
     learn = learner()

@@ -90,6 +90,7 @@ JOBS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "job",
     mostly_slow(

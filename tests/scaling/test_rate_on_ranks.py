@@ -39,6 +39,7 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", mostly_slow([False, True], True))
 @pytest.mark.parametrize("name", mostly_slow(CASES, "rows, two batches", slow=["a stream"]))
 def test_a_step_is_said_once_by_rank_0(name, split):
