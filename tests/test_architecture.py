@@ -439,7 +439,7 @@ def test_code_tokens_are_counted_right():
 # The most tokens of code that each room may have; a room is a folder of the package, or a file at its top. A budget is
 # raised by at most a tenth. More needs a line in the changelog that says why.
 BUDGETS = {
-    "callbacks": 41_586, "parallel": 27_355, "data": 21_629, "scaling": 16_739, "preflight": 18_218, "sweep": 11_381,
+    "callbacks": 41_585, "parallel": 27_355, "data": 21_629, "scaling": 16_739, "preflight": 18_218, "sweep": 11_381,
     "launch": 14_721, "checkpoints": 13_781, "learner": 10_576, "inspection": 9_120, "metrics": 9_682,
     "loggers": 8_061, "images": 8_349, "optim": 8_177, "notebook": 7_692, "tabular": 7_444, "export": 7_062,
     "losses": 7_073, "distributed": 6_398, "vision": 5_267, "run_state": 5_831, "language": 4_663, "processes": 4_997,

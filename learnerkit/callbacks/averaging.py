@@ -514,15 +514,16 @@ class _Statistics(Callback):
         self._changes = ExitStack()
 
     def before_validate(self) -> None:
+        undo_by = self._changes.callback
         for norm in self.norms:
-            self._changes.callback(norm.register_forward_pre_hook(_cancel_single_values).remove)
-            self._changes.callback(setattr, norm, "momentum", norm.momentum)
+            undo_by(norm.register_forward_pre_hook(_cancel_single_values).remove)
+            undo_by(setattr, norm, "momentum", norm.momentum)
             norm.train()
             norm.reset_running_stats()
             norm.momentum = None  # BatchNorm then takes a plain mean over the batches.
             if isinstance(norm, nn.SyncBatchNorm):  # its `forward` would wait for ranks with fewer batches
                 vars(norm)["forward"] = partial(BatchNorm.forward, norm)
-                self._changes.callback(vars(norm).pop, "forward")
+                undo_by(vars(norm).pop, "forward")
 
     @collective
     def after_validate(self) -> None:

@@ -58,11 +58,12 @@ class LRFinder(StepBudget):
                 f"got start_lr={start_lr} and end_lr={end_lr}; the rate must grow, from above 0 to a finite one"
             )
         self.stop_div, self.suggest_funcs = stop_div, suggest_funcs
-        if wrong := [function for function in suggest_funcs if not callable(function)]:
-            raise TypeError(
-                f"got suggest_funcs={wrong[0]!r}; it takes functions of (rates, losses, num_it), such as "
-                "SuggestionMethod.Valley"
-            )
+        for function in suggest_funcs:
+            if not callable(function):
+                raise TypeError(
+                    f"got suggest_funcs={function!r}; it takes functions of (rates, losses, num_it), such as "
+                    "SuggestionMethod.Valley"
+                )
         names = [getattr(unwrap_partial(function), "__name__", type(function).__name__) for function in suggest_funcs]
         try:
             self._result: Any = namedtuple("SuggestedLRs", names)  # type: ignore[misc]  # the fields are known only now

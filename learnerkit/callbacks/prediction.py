@@ -1,6 +1,6 @@
 """Predictions: collecting them for `Learner.get_preds` and `Learner.predict`, averaging them for `Learner.tta`."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -242,21 +242,23 @@ def predicted(learn: "Learner", n: int, act: TensorFunction | None) -> list[Pred
     return predictions
 
 
-def _each(part: Any, n: int) -> list:
+def _each(part: Any, n: int) -> Sequence:
     "Split a model's output for a batch of `n` samples into an output for a batch of one for each sample."
     if isinstance(part, np.ndarray) and part.ndim:  # as a function of the user's may return
         part = Rows(part) if part.dtype.kind in "OSU" else torch.from_numpy(part)
-    part = with_rows(part, n, True)
-    return [_row(part, i, n) for i in range(n)]
+    return _split(with_rows(part, n, True), n)
 
 
-def _row(part: Any, i: int, n: int) -> Any:
-    "Return the `i`-th of `n` samples of a model's output; what has no entry for each sample belongs to all of them."
-    if isinstance(part, Rows) or (isinstance(part, Tensor) and part.ndim and len(part) == n):
-        return part[i : i + 1]
+def _split(part: Any, n: int) -> Sequence:
+    "Split a part of an output as `_each` does; what has no entry for each sample belongs to all of them."
+    if isinstance(part, Tensor) and part.ndim and len(part) == n:
+        return part.split(1)
+    if isinstance(part, Rows):
+        return [[entry] for entry in part]
     if is_nested(part) and not isinstance(part, PackedSequence):
-        return with_entries(part, {key: _row(value, i, n) for key, value in entries(part)})
-    return part
+        columns = {key: _split(value, n) for key, value in entries(part)}
+        return [with_entries(part, {key: column[i] for key, column in columns.items()}) for i in range(n)]
+    return [part] * n
 
 
 def activation_for(learn: "Learner", act: TensorFunction | None, probs: bool) -> Callable[[Any], Any] | None:

@@ -208,10 +208,12 @@ class SaveModelCallback(TrackerCallback):
         if self.at_end:
             self._save(self.fname)
             self._best_path = None
-        elif self._best_path is not None and not self.every_epoch:
+        elif self.every_epoch:
+            return
+        elif self._best_path is not None:
             self._load_best(self._best_path)
             self.learn.say(f"loaded the best model ({self.monitor} {self.best:.6g}) from {self._best_path}")
-        elif self._rows_with_column and not self.every_epoch:
+        elif self._rows_with_column:
             self.learn.say(f"no model was saved: no row has a {self.monitor} better than {self.best}, and NaN never is")
 
     def state_dict(self) -> State:

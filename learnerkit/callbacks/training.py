@@ -235,19 +235,20 @@ class MCDropout(Callback):
 
     def before_validate(self) -> None:
         modules = [m for m in self.learn.model.modules() if isinstance(m, Dropout)]
-        self._open.append(ExitStack())
+        undo = ExitStack()
+        self._open.append(undo)
         if not modules:
             raise ValueError(
                 f"MCDropout found no module of dropout in {type(unwrap(self.learn.model)).__name__}: predictions would "
                 "be alike in each pass; it acts on nn.Dropout and the like, not on functions of dropout"
             )
         mha = torch.backends.mha
-        self._open[-1].callback(mha.set_fastpath_enabled, mha.get_fastpath_enabled())
+        undo.callback(mha.set_fastpath_enabled, mha.get_fastpath_enabled())
         mha.set_fastpath_enabled(False)  # The fast path of a transformer's layer leaves out its dropout.
         for module in modules:
             if not module.training:
                 module.train()
-                self._open[-1].callback(module.eval)
+                undo.callback(module.eval)
 
     def cleanup_validate(self) -> None:
         self._open.pop().close()
