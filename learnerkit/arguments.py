@@ -77,13 +77,22 @@ def check_subclass(kind: type, base: type) -> None:
                 )
 
 
+def check_loaders(dls: Any) -> None:
+    """Refuse what is no `DataLoaders`."""
+    if isinstance(dls, DataLoaders):
+        return
+    library, loaders = library_of(dls), "DataLoaders(train, valid) or DataLoaders.from_datasets"
+    of = f" of {library}, another library" if library else ""
+    if library == "fastai":
+        loaders = "learnerkit.DataLoaders(dls.train, dls.valid)"
+    elif hasattr(dls, "dataloaders"):  # ImageData and its kind
+        loaders = "what its dataloaders() returns"
+    raise TypeError(f"dls is a {type(dls).__name__}{of}; pass {loaders}")
+
+
 def check_learner(dls: Any, model: Any, loss_func: Any, opt_func: Any, splitter: Any) -> None:
     """Refuse arguments of the wrong type."""
-    if not isinstance(dls, DataLoaders):
-        library, loaders = library_of(dls), "DataLoaders(train, valid) or DataLoaders.from_datasets"
-        of = f" of {library}, another library" if library else ""
-        loaders = "learnerkit.DataLoaders(dls.train, dls.valid)" if library == "fastai" else loaders
-        raise TypeError(f"dls is a {type(dls).__name__}{of}; pass {loaders}")
+    check_loaders(dls)
     if not isinstance(model, nn.Module):
         hint = ", not the class" if isinstance(model, type) else ""
         raise TypeError(f"model is {model!r}; pass an nn.Module{hint}")

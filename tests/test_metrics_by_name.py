@@ -294,3 +294,7 @@ def test_accuracy_multi_compares_scores_and_targets_one_by_one():
     pred, target = torch.tensor([2.0, 1.0, -1.0]), torch.tensor([1.0, 0.0, 0.0])
     for one, other in ((pred[:, None], target), (pred, target[:, None])):
         assert float(accuracy_multi(one, other)) == pytest.approx(2 / 3)
+    with pytest.raises(
+        ValueError, match="needs a yes or no for each score, .* where each sample has one class, take acc"
+    ):
+        accuracy_multi(torch.zeros(3, 2), target.long())

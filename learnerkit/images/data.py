@@ -206,7 +206,7 @@ class ImageData:
             label: the function.
             valid, reading: as for `from_items`.
         """
-        items = list(items)
+        items = _listed(items)
         return cls.from_items(items, [label(Path(item)) for item in items], valid, **reading)
 
     @classmethod
@@ -225,10 +225,11 @@ class ImageData:
                 labels to train on; and `delim`, which says where to cut a text with several classes, such as ' '.
 
         Raises:
+            TypeError: one path in place of a list of them.
             ValueError: lists of other lengths, a single class, another `valid`, or labels that are no such targets.
             FileNotFoundError: masks whose files are not there.
         """
-        items, labels = list(items), list(labels)  # A column of a frame has other indices.
+        items, labels = _listed(items), list(labels)  # A column of a frame has other indices.
         labels = [y.item() if isinstance(y, torch.Tensor) and not y.ndim else y for y in labels]
         if len(items) != len(labels):
             raise ValueError(f"got {len(items):,} pictures and {len(labels):,} labels; each picture has one")
@@ -416,6 +417,13 @@ class ImageDataLoaders(DataLoaders):
         """Show pictures of the first batch of a loader with their classes; those of training are augmented."""
         with replaced(self, _shows_augmented=ds_idx == 0), keep_seeds():
             return super().show_batch(n, ds_idx)
+
+
+def _listed(items: Iterable) -> list:
+    """Return pictures as a list; one path is refused, whose letters would be taken for paths."""
+    if isinstance(items, (str, Path)):
+        raise TypeError(f"got {str(items)!r} for the pictures; they are a list, such as Path('pics').rglob('*.jpg')")
+    return list(items)
 
 
 def _check_names(labels: Iterable) -> None:

@@ -40,7 +40,15 @@ def accuracy_multi(pred: Tensor, target: Tensor, thresh: float = 0.5, sigmoid: b
         target: as many, 1 or True for yes, 0 or False for no.
         thresh: above which a probability, or with `sigmoid=False` a score, is a yes.
         sigmoid: make probabilities of the scores first.
+
+    Raises:
+        ValueError: another number of targets.
     """
+    if target.numel() != pred.numel():
+        raise ValueError(
+            f"accuracy_multi needs a yes or no for each score, and got {describe(pred)} and {describe(target)} for the "
+            "targets; where each sample has one class, take accuracy"
+        )
     scores = pred.sigmoid() if sigmoid else pred
     right = (scores > thresh) == target.reshape(pred.shape).bool()  # (n, 1) and (n,) would make n x n answers
     return wide(right).mean()

@@ -17,6 +17,7 @@ from learnerkit.launch.gpus import choose_gpus, gpu_names
 from learnerkit.sweep.config import Config, ConfigError, changes, read_config
 from learnerkit.sweep.results import importances
 from learnerkit.sweep.screen import Screen, number, parameter
+from learnerkit.sweep.script import PARAMS, READ
 from learnerkit.sweep.study import FileLock, JournalError, Row, Study, best_of, open_study, read_plan
 from learnerkit.sweep.workers import Command, Workers, share_out
 from learnerkit.text import escaped_line, printable, signal_name
@@ -158,10 +159,10 @@ def search(folder: Path, config: Config, command: Command, gpus: list[str | None
         screen.say(f"going on: {screen.summary(rows)}")
     workers = Workers(study, command, gpus)
     stopped_by, old_failures = 0, {row.number for row in rows if row.state == "failed"}
-    has_failed = False
+    has_failed = has_completed = False
 
     def show() -> None:
-        nonlocal stopped_by, has_failed
+        nonlocal stopped_by, has_failed, has_completed
         if stopped_by != workers.stopped_by:
             stopped_by = workers.stopped_by
             screen.say(f"{signal_name(stopped_by)} received, waiting for the trials to stop (Ctrl-C kills them)")
@@ -171,6 +172,13 @@ def search(folder: Path, config: Config, command: Command, gpus: list[str | None
         if failed and not has_failed:  # the others have often failed for the same reason
             has_failed = True
             screen.say(f"  {output_of(folder, failed[0], command.nproc)}")
+        if not has_completed and any(row.state == "complete" for row in rows):
+            has_completed = True
+            if not command.as_arguments and not (folder / READ).exists():
+                screen.say(
+                    f"  the script has not called sweep.params: unless it reads {PARAMS} itself, all trials have the "
+                    "same values; --as-arguments gives them to it as arguments"
+                )
 
     try:
         workers.run(show)

@@ -2,6 +2,8 @@
 
 import json
 import os
+from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +11,8 @@ from learnerkit.text import did_you_mean
 
 PARAMS, TRIAL = "LEARNERKIT_PARAMS", "LEARNERKIT_TRIAL"
 """The variables with the values, and with the place of the trial."""
+READ = "params.read"
+"""The file in the search's folder that says that a script has asked for its values."""
 
 
 def params(**defaults: Any) -> SimpleNamespace:
@@ -25,7 +29,8 @@ def params(**defaults: Any) -> SimpleNamespace:
         ValueError: the search varies a parameter that is not among them.
     """
     values = {name.replace("-", "_"): value for name, value in json.loads(os.environ.get(PARAMS, "{}")).items()}
-    if (place() or {}).get("as_arguments"):
+    trial = place()
+    if trial and trial.get("as_arguments"):
         values = {name: value for name, value in values.items() if name in defaults}
     for name in values:
         if name not in defaults:
@@ -33,6 +38,9 @@ def params(**defaults: Any) -> SimpleNamespace:
                 f"the search varies {name!r}, and params has {', '.join(defaults) or 'nothing'}: both need the same "
                 f"names, or --as-arguments gives the values as arguments{did_you_mean(name, defaults)}"
             )
+    if trial:
+        with suppress(OSError):  # another machine may have the folder elsewhere
+            Path(trial["folder"], READ).touch()
     return SimpleNamespace(**{**defaults, **values})
 
 

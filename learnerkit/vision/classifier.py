@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from learnerkit import distributed
+from learnerkit.arguments import check_loaders
 from learnerkit.data.loaders import DataLoaders
 from learnerkit.data.weights import class_loss
 from learnerkit.learner import Learner
@@ -93,6 +94,7 @@ def vision_learner(
         TypeError, ValueError: arguments that cannot work, a network whose classifier is not found, no `n_out`.
         RuntimeError: the weights cannot be downloaded.
     """
+    check_loaders(dls)
     if dls.targets in ("boxes", "masks"):
         raise ValueError(
             f"got loaders with {dls.targets}; vision_learner predicts classes, numbers and points. Masks are for "

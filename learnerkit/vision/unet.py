@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from learnerkit.arguments import check_loaders
 from learnerkit.data.loaders import DataLoaders
 from learnerkit.learner import Learner
 from learnerkit.marks import collective
@@ -55,6 +56,7 @@ def unet_learner(
         TypeError, ValueError: as in `vision_learner`, other targets, and an encoder that is no chain of layers.
         RuntimeError: the weights cannot be downloaded.
     """
+    check_loaders(dls)
     if dls.targets not in (None, "masks"):
         raise ValueError(f"got loaders with {dls.targets}; unet_learner predicts masks: ImageData(targets='masks')")
     body, out, stats, is_pretrained = known_body(

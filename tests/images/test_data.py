@@ -156,6 +156,11 @@ def test_pictures_without_usable_labels_are_refused(folder):
         ImageData.from_items(["a.png", "b.png"] * 5, [1, "x"] * 5)
     with raises(ValueError, "got 2 pictures and 1 labels"):
         ImageData.from_items(["a.png", "b.png"], ["x"])
+    for folder in ("pics", Path("pics")):
+        with raises(TypeError, "got 'pics' for the pictures; they are a list, such as Path"):
+            ImageData.from_items(folder, ["x"])
+        with raises(TypeError, "got 'pics' for the pictures; they are a list, such as Path"):
+            ImageData.from_func(folder, lambda path: path.parent.name)
     with raises(ValueError, "got valid=2; it is a share between 0 and 1"):
         ImageData.from_items(["a.png", "b.png"], ["x", "y"], valid=2)
 

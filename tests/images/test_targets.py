@@ -471,6 +471,8 @@ def test_other_targets_are_refused(table):
         ImageData.from_items(["a.png", "b.png"], [[1, 2], [1, 2, 3, 4]], None, targets="points")
     with raises(ValueError, "got loaders with masks; vision_learner predicts classes, numbers and points"):
         make_learner(loaders(data_of(table, "masks")))
+    with raises(TypeError, "dls is a ImageData; pass what its dataloaders() returns"):
+        make_learner(data_of(table, "points"))
     with raises(ValueError, "got n_out=3; the targets have 2 numbers, of shape (1, 2)"):
         make_learner(loaders(data_of(table, "points")), 3)
     with raises(ValueError, "how many points? The learner has no data; pass n_out="):

@@ -220,6 +220,17 @@ def test_where_options_stand_is_said_if_the_script_has_got_one(search):
     ), printed
 
 
+def test_a_script_that_does_not_ask_for_the_values_is_told_once(search):
+    write_config(maxCombo=2)
+    Path("own.py").write_text("print('loss: 1')")
+    said = "the script has not called sweep.params: unless it reads LEARNERKIT_PARAMS itself, all trials have the same"
+    code, printed = search("-j", "1", "c.json", "own.py", script=None).end()
+    assert (code, printed.count(said)) == (0, 1), printed
+    Path("own.py").write_text("from learnerkit import sweep\nprint('loss:', sweep.params(x=1).x)")
+    code, printed = search("-j", "1", "--dir", "asks", "c.json", "own.py", script=None).end()
+    assert (code, printed.count(said)) == (0, 0), printed
+
+
 @pytest.mark.soak
 def test_a_module_that_runs_in_the_present_folder(search):
     write_config(maxCombo=2)
