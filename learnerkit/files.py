@@ -628,6 +628,7 @@ def read(file: AnyPath | BinaryIO, device: Any, name: str = "") -> Saved:
     Raises:
         FileNotFoundError: there is no such file.
         CheckpointError: it is damaged, or has other content.
+        RuntimeError: there is no such device.
         ValueError: it is open, and its position is at its end.
     """
     if isinstance(file, StorePath):
@@ -646,6 +647,7 @@ def read(file: AnyPath | BinaryIO, device: Any, name: str = "") -> Saved:
             raise ValueError(
                 f"{name} stands at its end, and an open file is read from where it stands: call file.seek(0)"
             )
+    torch.empty(0, device=device)  # A device that does not exist is no fault of the file.
     try:
         if isinstance(file, Path) and file.suffix == SAFETENSORS:
             tensors = read_tensors(file)

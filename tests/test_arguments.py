@@ -134,6 +134,10 @@ def test_what_is_no_dataset_is_told():
             DataLoaders.from_datasets(inputs, targets)
     with pytest.raises(TypeError, match=r"got a tuple as a dataset: .* inputs and targets are TensorDataset\(X, y\)"):
         DataLoaders.from_datasets(tuple(make_data(4)), (torch.rand(4, 2), torch.rand(4)))
+    loader = DataLoader(make_data(4))
+    for train, valid in ((loader, None), (make_data(4), loader), (make_data(4), 8)):
+        with pytest.raises(TypeError, match=r"got a (DataLoader|int) as a dataset; loaders go into DataLoaders\(train"):
+            DataLoaders.from_datasets(train, valid)
     with pytest.raises(TypeError, match="got a dict of train, test as a dataset, .* are given one by one"):
         DataLoaders.from_datasets({"train": make_data(4), "test": make_data(4)})
     assert len(DataLoaders.from_datasets({0: x[:1], 1: x[1:2]}, bs=1).train) == 2  # samples by their numbers

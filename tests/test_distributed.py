@@ -334,6 +334,12 @@ def test_a_seed_is_a_whole_number(seed):
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.parametrize("seed", [2**64, -(2**63) - 1])
+def test_a_seed_has_at_most_64_bits(seed):
+    with raises(ValueError, f"got seed={seed}; it is a whole number of at most 64 bits"):
+        set_seed(seed)
+
+
 def test_set_seed_reproducible_asks_for_deterministic_algorithms(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")

@@ -636,6 +636,9 @@ def test_load_goes_where_the_model_is():
     learn.save("one")
     other = make_learner(model=make_model(seed=9), opt_func=AdamW).load("one", device="cpu")
     assert {p.device.type for p in other.model.parameters()} == {"cpu"}
+    with pytest.raises(RuntimeError, match="device") as caught:  # torch's own words
+        other.load("one", device="gpu")
+    assert not isinstance(caught.value, CheckpointError)
 
 
 # The safetensors format

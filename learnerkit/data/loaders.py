@@ -724,13 +724,15 @@ def check_classes(train_ds: Any, *others: Any) -> None:
 
 
 def _check_datasets(train_ds: Any, valid_ds: Any) -> None:
-    """Refuse an empty training set, and tensors or arrays that are inputs and targets instead of datasets."""
+    """Refuse an empty training set, and what is no dataset, such as a loader, or tensors of inputs and of targets."""
     if all(hasattr(ds, "__array__") for ds in (train_ds, valid_ds)):
         raise TypeError(
             f"got {describe(train_ds)} as the training set and {describe(valid_ds)} as the validation set; inputs and "
             "targets are one dataset: from_datasets(TensorDataset(X, y)); inputs alone are TensorDataset(X)"
         )
     for ds in (train_ds, valid_ds):
+        if isinstance(ds, DataLoader) or not (ds is None or hasattr(ds, "__getitem__") or hasattr(ds, "__iter__")):
+            raise TypeError(f"got a {type(ds).__name__} as a dataset; loaders go into DataLoaders(train, valid)")
         if isinstance(ds, tuple) and all(hasattr(x, "__array__") for x in ds):
             raise TypeError(f"got a tuple as a dataset: {describe(ds)}; inputs and targets are TensorDataset(X, y)")
         if isinstance(ds, Mapping) and ds and all(isinstance(key, str) for key in ds):

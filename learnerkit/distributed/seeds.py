@@ -26,12 +26,14 @@ def set_seed(seed: int, reproducible: bool = False) -> None:
             sample, not on loader workers and ranks. Iterable datasets do not tell their samples apart.
 
     Raises:
-        TypeError: `seed` is not a whole number.
+        TypeError, ValueError: `seed` is not a whole number of at most 64 bits.
     """
     try:
         seed = operator.index(seed)
     except TypeError:
         raise TypeError(f"got seed={seed!r}; it is a whole number") from None
+    if not -(2**63) <= seed < 2**64:
+        raise ValueError(f"got seed={seed}; it is a whole number of at most 64 bits, as torch takes it")
     torch.manual_seed(seed)
     _seed_others(seed)
     if reproducible:
