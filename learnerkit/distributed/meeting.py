@@ -60,7 +60,9 @@ def join(timeout: float | timedelta | None = None, what: str = "", wait: float |
 @collective
 def _init(timeout: timedelta | None, what: str, wait: float) -> None:
     """Make the process group, and set a launcher's variables if this process knows its place by others."""
-    if "__mp_main__" in sys.modules and sys.modules["__main__"] is not sys.modules["__mp_main__"]:
+    script = sys.modules.get("__mp_main__", sys.modules["__main__"])
+    # By another name it is the script of this process, whose place a program that runs it, such as marimo, has taken.
+    if script.__name__ == "__mp_main__" and script is not sys.modules["__main__"]:
         raise RuntimeError(
             "a process that multiprocessing has started, such as a loader's worker, imports the script and would join "
             "the run as a rank. Put the script's work below `if __name__ == '__main__':`"
