@@ -284,6 +284,18 @@ def test_a_validation_whose_loss_needs_gradients_is_explained():
     assert "does not depend" not in said
 
 
+class SecondOrder(SGD):
+    def step(self, closure=None):
+        params = [p for group in self.param_groups for p in group["params"]]
+        torch.autograd.grad([p.grad.sum() for p in params], params)
+
+
+def test_an_optimizer_that_differentiates_gradients_is_explained():
+    said = "\n".join(notes(failed(learner(opt_func=SecondOrder))))
+    assert "let `_backward` call self.loss_grad.backward(create_graph=True)" in said
+    assert "does not depend" not in said
+
+
 def test_a_lazy_layer_is_given_the_advice_itself():
     error = failed(ROWS["channels last, lazy"][0]())
     assert str(error).endswith("x.permute(2, 0, 1) in the dataset")

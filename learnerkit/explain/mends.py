@@ -4,10 +4,11 @@ import re
 from collections.abc import Iterator, Mapping
 from inspect import Parameter, signature
 from math import prod
+from traceback import walk_tb
 from types import FrameType
 from typing import Any
 
-from torch import Tensor, float64, int64, nn, uint8
+from torch import Tensor, autograd, float64, int64, nn, uint8
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
@@ -107,6 +108,11 @@ def of_run(learn: "Learner", error: Exception, text: str) -> str:
             )
         if "differentiated" in text:  # by the user's own torch.autograd.grad
             return ""
+        if any(frame.f_code is autograd.grad.__code__ for frame, _ in walk_tb(error.__traceback__)):
+            return (
+                "this is what torch.autograd.grad was given, not the loss; if an optimizer differentiates gradients, "
+                "such as AdaHessian, let `_backward` call self.loss_grad.backward(create_graph=True)"
+            )
         return (
             "the loss does not depend on the model's parameters: look for no_grad, detach, .data, .item() or .numpy() "
             "in forward and in the loss"
