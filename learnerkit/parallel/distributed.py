@@ -69,7 +69,7 @@ class DistributedCallback(Callback):
             process; by default every rank takes whole batches, and the global batch is that much larger.
         find_unused_parameters: True for losses that leave parameters out in some batches, but not in the first one of a
             fit: all gradients are averaged after the backward pass rather than during it. `None` decides by the first
-            batch; False refuses parameters that take no part in it.
+            batch, that of a resumed run by its own; False refuses parameters that take no part in it.
         timeout: seconds (or a timedelta) without progress after which a rank that waits for others ends the run and
             says where each rank is; default 5 minutes, or the launcher's `--timeout`.
         wrap: names of the sub-modules that are trained; every trainable parameter must be in one of them.
@@ -349,8 +349,8 @@ class DistributedCallback(Callback):
         if not distributed.same_everywhere(digests(self._averager.step.named.values())):
             self.tell_once(
                 "the ranks no longer have the same weights: something changes weights, gradients or a learning rate on "
-                "one rank alone, or by the samples of each rank. learnerkit.parallel.DriftCheck(every=1) stops at the "
-                "first difference and names it (errors.html#drift)"
+                "one rank alone, or by the samples or random numbers of each rank. "
+                "learnerkit.parallel.DriftCheck(every=1) stops at the first difference and names it (errors.html#drift)"
             )
 
     @collective
