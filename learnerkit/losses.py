@@ -70,7 +70,10 @@ ELEMENTWISE = (
 )  # fmt: skip
 """Losses that compare predictions and targets element by element."""
 
-_BROADCAST = (*ELEMENTWISE, nn.PoissonNLLLoss, F.poisson_nll_loss, nn.KLDivLoss, F.kl_div)
+_BROADCAST = (
+    *ELEMENTWISE, nn.PoissonNLLLoss, F.poisson_nll_loss, nn.KLDivLoss, F.kl_div, nn.HingeEmbeddingLoss,
+    F.hinge_embedding_loss, nn.MultiLabelSoftMarginLoss, F.multilabel_soft_margin_loss,
+)  # fmt: skip
 """Losses that torch broadcasts when predictions and targets have different shapes."""
 
 NLL = (nn.NLLLoss, F.nll_loss)

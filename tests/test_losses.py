@@ -489,7 +489,18 @@ def test_no_gradient_flows_through_a_count():
 ELEMENTWISE = [nn.MSELoss(), nn.L1Loss(), nn.SmoothL1Loss(), nn.HuberLoss(), F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss]  # fmt: skip  # noqa: E501
 
 
-@pytest.mark.parametrize("loss_func", [*ELEMENTWISE, nn.PoissonNLLLoss(), F.kl_div])
+@pytest.mark.parametrize(
+    "loss_func",
+    [
+        *ELEMENTWISE,
+        nn.PoissonNLLLoss(),
+        F.kl_div,
+        nn.HingeEmbeddingLoss(),
+        F.hinge_embedding_loss,
+        nn.MultiLabelSoftMarginLoss(),
+        F.multilabel_soft_margin_loss,
+    ],
+)
 def test_shapes_that_an_elementwise_loss_would_broadcast(loss_func):
     wrapped = [] if isinstance(loss_func, nn.Module) else [partial(loss_func, reduction="mean")]
     for loss in (loss_func, *wrapped):
