@@ -59,6 +59,15 @@ def is_cross_entropy(loss_func: Any) -> bool:
     return is_one_of(loss_func, (nn.CrossEntropyLoss, F.cross_entropy, *NLL))
 
 
+_WITH_LAYER = tuple(filter(None, [getattr(nn, "LinearCrossEntropyLoss", None)]))  # newer versions of torch have it
+"""Torch's cross-entropies with a linear layer of their own, which makes the scores."""
+
+
+def averages_over_targets(loss_func: Any) -> bool:
+    """Tell whether a loss is a cross-entropy, whose mean is over the targets that it does not ignore."""
+    return is_cross_entropy(loss_func) or is_one_of(loss_func, _WITH_LAYER)
+
+
 def has_classes_in_dim_1(loss_func: Any) -> bool:
     """Tell whether a loss takes scores with the classes in dimension 1; of another `forward` this is not known."""
     forward = getattr(type(unwrap_partial(loss_func)), "forward", None)  # a function has none
@@ -398,10 +407,10 @@ class LossWeight:
         if isinstance(loss_weight, str) and loss_weight not in ("sum", "samples"):
             self.entries = {loss_weight}
         self._count: Callable | None = None
-        if loss_weight is None and not self.sums and is_cross_entropy(loss_func):
-            weight = loss_option(loss_func, "weight")
-            self._count = partial(_count_classes, weight, loss_option(loss_func, "ignore_index", -100))  # as in torch
-            if not has_classes_in_dim_1(loss_func) and weight is not None:
+        if loss_weight is None and not self.sums and averages_over_targets(loss_func):
+            weight, ignored = loss_option(loss_func, "weight"), loss_option(loss_func, "ignore_index")
+            self._count = partial(_count_classes, weight, -100 if ignored is None else ignored)  # as in torch
+            if is_cross_entropy(loss_func) and not has_classes_in_dim_1(loss_func) and weight is not None:
                 distributed.warn_once(
                     f"{loss_name(loss_func)} has a forward of its own, and is taken for a mean over the weights of "
                     "classes, as torch's losses are. If it is one, say loss_weight=lambda y: weight[y].sum(); if it is "

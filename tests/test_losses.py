@@ -90,6 +90,24 @@ def test_nll_loss_is_a_cross_entropy_too():
     assert split_and_join(loss_func, pred, target, (4, 7)) == pytest.approx(float(loss_func(pred, target)), rel=1e-9)
 
 
+@pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyLoss"), reason="this torch does not have it")
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"weight": CLASS_WEIGHTS.double()}, {"ignore_index": 0}, {"out_features": (5,)}, {"reduction": "sum"}],
+)
+def test_a_cross_entropy_with_a_layer_of_its_own_averages_over_targets(options):
+    loss_func = nn.LinearCrossEntropyLoss(4, 3, dtype=torch.float64, **options).requires_grad_(False)
+    shape = options.get("out_features", ())
+    pred, target = torch.randn(11, 4, dtype=torch.float64), torch.randint(3, (11, *shape))
+    target.view(-1)[::3] = options.get("ignore_index", -100)
+    assert split_and_join(loss_func, pred, target, (4, 7)) == pytest.approx(float(loss_func(pred, target)), rel=1e-9)
+    if shape:
+        dls = DataLoaders(DataLoader(TensorDataset(pred, target), 4), device="cpu")
+        *_, losses = Learner(dls, nn.Identity(), loss_func).get_preds(0, with_loss=True)
+        each = torch.stack([loss_func(x[None], y[None]) for x, y in zip(pred, target, strict=True)])
+        torch.testing.assert_close(losses, each)
+
+
 def test_classes_may_be_uint8_where_156_is_one_of_them_and_not_minus_100():
     loss_func = nn.CrossEntropyLoss(weight=torch.rand(200, dtype=torch.float64) + 0.1)
     pred, target = torch.randn(11, 200, dtype=torch.float64), torch.arange(150, 161, dtype=torch.uint8)

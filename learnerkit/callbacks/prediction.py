@@ -17,9 +17,9 @@ from learnerkit.data.order import in_order, samplers_of
 from learnerkit.losses import (
     activation_of,
     arguments_of,
+    averages_over_targets,
     check_predictions,
     decode_of,
-    is_cross_entropy,
     loss_arguments,
     loss_name,
     loss_option,
@@ -120,7 +120,7 @@ class GatherPredictions(Callback):
         rows, y = loss.reshape(learn.batch_size, -1), yb[0] if yb else None
         if loss_option(learn.loss_func, "reduction") in ("sum", "batchmean"):
             return rows.sum(1)
-        if is_cross_entropy(learn.loss_func) and isinstance(y, Tensor) and y.shape == loss.shape:
+        if averages_over_targets(learn.loss_func) and isinstance(y, Tensor) and y.shape == loss.shape:
             counted = counts(y, loss_option(learn.loss_func, "ignore_index")).reshape(rows.shape)
             return rows.sum(1) / counted.sum(1).clamp(min=1)
         return rows.mean(1)
