@@ -75,7 +75,7 @@ class ActivationCheckpointing(Callback):
             yield
 
 
-def _recomputed(module: nn.Module, forward: Callable, *args: Any, **kwargs: Any) -> Any:
+def _recomputed(module: nn.Module, forward: Callable, /, *args: Any, **kwargs: Any) -> Any:
     """Run a module's forward, and have the backward pass run it again.
 
     The module is an argument, so that a copy of the model runs its own.

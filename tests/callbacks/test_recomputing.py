@@ -75,11 +75,11 @@ class Stateful(Block):
 
 
 class Named(Block):
-    """Takes keywords, one of which torch's checkpoint has too, and a mapping, and returns a tuple."""
+    """Takes keywords, which functions around its forward have too, and a mapping, and returns a tuple."""
 
-    def forward(self, x, *, debug, more):
+    def forward(self, x, *, debug, more, module, forward):
         self.calls.append(self.training)
-        return x + self.change(x) * debug, {"more": more["more"].sin() + x.mean()}
+        return x + self.change(x) * debug * forward + module.sin(), {"more": more["more"].sin() + x.mean()}
 
 
 class Dense(Block):
@@ -100,7 +100,7 @@ class Net(nn.Module):
         more, found = {"more": x.mean()}, [x]
         for block in self.blocks:
             if isinstance(block, Named):
-                x, more = block(x, debug=x.tanh(), more=more)
+                x, more = block(x, debug=x.tanh(), more=more, module=x, forward=2.0)
             elif isinstance(block, Dense):
                 x = block(found)
                 found.append(x)
