@@ -262,7 +262,7 @@ def savable(cb: Callback) -> State:
     """
     apart, found = _of_model(cb), State()
     for name, value in _attributes(cb):
-        if isinstance(value, set | deque):
+        if isinstance(value, set | frozenset | deque):
             value = list(value)
         elif isinstance(value, dict):
             value = dict(value)
@@ -305,7 +305,7 @@ def _noted(value: Any) -> Any:
 
 
 _MADE: dict[str, Callable[[Any], Any]] = {
-    kind.__name__: kind for kind in (set, deque, Counter, OrderedDict, bytes, complex)
+    kind.__name__: kind for kind in (set, frozenset, deque, Counter, OrderedDict, bytes, complex)
 }  # fmt: skip
 _NOT_STATE = ("learn", "order", "run", "run_train", "run_valid")
 _LARGEST = 2**28  # the size of the largest attribute that is saved, in bytes

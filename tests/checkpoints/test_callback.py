@@ -269,7 +269,7 @@ class Anneals(Callback):
 
     def __init__(self, factor=1.0):
         self.factor, self.last, self.seen, self.counts = factor, deque(maxlen=2), {"none"}, Counter()
-        self.drawn = None
+        self.drawn, self.fixed = None, frozenset()
         self.text, self.phase = b"", 0j
         self.by_step, self.by_pair = defaultdict(list), {}
 
@@ -283,6 +283,7 @@ class Anneals(Callback):
         self.text, self.phase = self.text + bytes([self.train_iter]), self.phase * 1j + 1
         self.last.append(self.opt.param_groups[0]["params"][0].detach().sum())
         self.seen.add(self.train_iter)
+        self.fixed |= {self.train_iter}
         self.counts[self.train_iter % 3] += 1
         self.by_step[self.train_iter].append(self.factor)
         self.by_pair[self.train_iter, None] = self.factor
@@ -319,14 +320,15 @@ def test_arguments_that_a_fit_changes_and_containers_of_all_kinds_come_back(chan
         with learn.no_logging(), suppress(Killed):
             learn.fit(2)
         cb = learn.anneals
-        return cb.factor, cb.last, cb.seen, cb.counts, cb.by_step, cb.by_pair, cb.drawn, cb.text, cb.phase
+        return cb.factor, cb.last, cb.seen, cb.counts, cb.by_step, cb.by_pair, cb.drawn, cb.text, cb.phase, cb.fixed
 
     run(Kill(7), CheckpointCallback(tmp_path, every=7))
     told = pytest.warns(UserWarning, match="factor: 1.0, now 7.0") if changed else nullcontext()
     with told:
         found = run(Kill(), CheckpointCallback(tmp_path, every=7, resume=True), **changed)
     assert found == run(Kill())
-    assert [type(x) for x in found] == [float, deque, set, Counter, defaultdict, dict, set, bytes, complex]
+    kinds = [float, deque, set, Counter, defaultdict, dict, set, bytes, complex, frozenset]
+    assert [type(x) for x in found] == kinds
     assert found[1].maxlen == 2
 
 
