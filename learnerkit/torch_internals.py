@@ -617,6 +617,10 @@ def loader_attributes(loader: DataLoader) -> dict[str, Any]:
     return vars(loader) | {"_iterator": None}
 
 
+OF_SCHEDULERS = frozenset({"step", "_opt_called"})
+"""The attributes that torch's schedulers set on an optimizer: a counting `step`, and whether it was called."""
+
+
 def optimizer_attributes(opt: Optimizer) -> dict[str, Any]:
     """Return an optimizer's attributes without its hooks, and without the methods that schedulers of torch wrap.
 

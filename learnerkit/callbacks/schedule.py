@@ -21,6 +21,7 @@ from learnerkit.callbacks.recorder import check_monitor, monitored
 from learnerkit.run_state import filled
 from learnerkit.state import State
 from learnerkit.text import did_you_mean, first_few
+from learnerkit.torch_internals import OF_SCHEDULERS
 from learnerkit.utils import listify, restorer
 
 Schedule = Callable[[float], float]
@@ -432,7 +433,7 @@ class TorchScheduler(Callback):
 
     def cleanup_fit(self) -> None:
         for opt, names in self._attributes:
-            for name in vars(opt).keys() - names:  # a counting `step`, and its count, by torch's schedulers
+            for name in OF_SCHEDULERS & vars(opt).keys() - names:  # What the optimizer itself has set stays.
                 delattr(opt, name)
         for opt, noted in zip(self.learn.opts, self._options, strict=False):
             # Groups are matched by position, since a load may have replaced them by other dicts.

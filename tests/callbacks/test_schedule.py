@@ -774,6 +774,23 @@ def test_several_optimizers_have_a_torch_scheduler_each():
     assert seen == [[1.0, 1.0], [0.5, 0.5]]
 
 
+class Counting(SGD):
+    """Has a count from its first step on."""
+
+    def step(self, closure=None):
+        self.count = getattr(self, "count", 0) + 1
+        return super().step(closure)
+
+
+def test_what_an_optimizer_sets_on_itself_stays_after_a_torch_scheduler():
+    learn = learner(opt_func=Counting)
+    learn.fit(1, 0.1, cbs=TorchScheduler(lambda opt: lr_scheduler.StepLR(opt, 5)))
+    steps = learn.opt.count
+    assert "step" not in vars(learn.opt)
+    learn.fit(1, 0.1)
+    assert learn.opt.count == 2 * steps > 0
+
+
 def test_schedules_are_the_same_with_data_parallel(two_gpus):
     alone, split = learner(), learner()
     with split.parallel_ctx():
