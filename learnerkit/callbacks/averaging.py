@@ -19,7 +19,7 @@ from learnerkit.shards import is_shard, local, put
 from learnerkit.state import State
 from learnerkit.text import first_few
 from learnerkit.torch_internals import BatchNorm
-from learnerkit.utils import spanned_devices, unwrap
+from learnerkit.utils import spanned_devices, unexpanded, unwrap
 
 
 class _Averaging(Callback):
@@ -278,7 +278,8 @@ class EMA(_Averaging):
         named: dict[str, Tensor] = dict(source.named_parameters())
         if self.module is None:
             named |= dict(source.named_buffers())
-        floats = {name: t for name, t in named.items() if t.is_floating_point() or t.is_complex()}
+        # What is expanded cannot be written as a whole.
+        floats = {name: unexpanded(t) for name, t in named.items() if t.is_floating_point() or t.is_complex()}
         if self.module is None:
             return {name: (t, t) for name, t in floats.items()}
         homes: dict[str, Tensor] = dict(unwrap(self.module).named_parameters())

@@ -203,6 +203,16 @@ def test_training_goes_on_as_without(average, sampler):
     assert all(map(same_weights, one.steps + one.epochs, other.steps + other.epochs))
 
 
+def test_a_buffer_that_is_expanded_has_an_average():
+    model = norm_model()
+    model.register_buffer("scale", torch.ones(1, 3).expand(2, 3))  # torch refuses to write to it as a whole
+    learner(EMA(0.5, False), Callback(after_step=lambda cb: model.scale[0].add_(1)), model=model).fit(1)
+    average = 1.0
+    for step in range(1, 7):
+        average = (average + 1 + step) / 2
+    assert torch.equal(model.scale, torch.full((2, 3), average))
+
+
 def test_the_average_of_buffers_is_saved_before_the_first_step_that_counts():
     def skip(cb):
         if cb.train_iter < 2:
