@@ -409,9 +409,15 @@ def gather_pieces(pieces: Iterable[tuple[Any, Tensor]], on: str = "all") -> list
 @collective
 def same_everywhere(x: object) -> bool:
     """Tell whether `x` is equal on every rank (compared by `repr`: numbers and plain containers)."""
-    # A digest is sent as a tensor, because an object takes two collectives: its length, and then it itself.
-    own = torch.tensor([*hashlib.sha256(repr(x).encode()).digest()])
-    return all(torch.equal(own, other) for other in all_gather(own))
+    first, *others = _digests(x)
+    return all(other == first for other in others)
+
+
+@collective
+def _digests(x: object) -> list[list[int]]:
+    """Return a digest of the `repr` of every rank's `x`."""
+    # It is sent as a tensor, because an object takes two collectives: its length, and then it itself.
+    return [digest.tolist() for digest in all_gather(torch.tensor([*hashlib.sha256(repr(x).encode()).digest()]))]
 
 
 @collective
@@ -496,15 +502,18 @@ def follow_rank0(name: str, timeout: float = 300.0) -> None:
 
 @collective
 def spread_seeds(device: torch.device) -> None:
-    """Move ranks other than 0 to separate random streams if all still share one; every rank must reach this.
+    """Move each rank that shares a random stream with one before it to another stream; every rank must reach this.
 
     Args:
         device: the device on which dropout and the like draw; its stream may be shared where the host's is not.
     """
-    seed = seeds.stream_seed(torch.initial_seed(), rank())
+    seed, here = seeds.stream_seed(torch.initial_seed(), rank()), rank()
     if device.type != "cpu":
         module = torch.get_device_module(device)
-        if same_everywhere(module.get_rng_state().numpy().tobytes()) and not is_main():
+        *before, own = _digests(module.get_rng_state().numpy().tobytes())[: here + 1]
+        if own in before:
             module.manual_seed(seed)
-    if same_everywhere(torch.get_rng_state().numpy().tobytes()) and not is_main():
+    # The seeds are compared rather than the states: a rank that has drawn alone is only at another place of the stream.
+    *before, own = _digests(torch.initial_seed())[: here + 1]
+    if own in before:
         seeds.set_seed(seed)

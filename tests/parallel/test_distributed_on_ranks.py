@@ -9,6 +9,7 @@ import weakref
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from helpers import make_data, raises, step_gradient
@@ -78,6 +79,19 @@ def test_a_seed_is_that_of_all_ranks_until_the_fit_whose_dropout_differs():
     with learn.distrib_ctx(), learn.no_logging():
         learn.fit(1)
     assert not same(torch.rand(1))  # dropout differs by rank from here on
+
+
+@pytest.mark.ranks(2, slow=[3], soak=["torchrun"])
+def test_ranks_draw_differently_also_where_rank_0_alone_has_drawn_before_the_fit():
+    learn = make_learner()
+    set_seed(5)
+    if distributed.is_main():
+        torch.rand(1)  # as for a look at a batch
+    with learn.distrib_ctx(), learn.no_logging():
+        learn.validate()
+    drawn = [torch.rand(1).item(), random.random(), np.random.rand()]
+    for ranks in zip(*distributed.all_gather(drawn), strict=True):
+        assert len({*ranks}) == N
 
 
 @pytest.mark.ranks(2, slow=[3], soak=["torchrun"])
