@@ -16,6 +16,7 @@ from typing import IO, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
@@ -78,6 +79,8 @@ def make_pickler(known: Mapping[int, int]) -> Any:
             if isinstance(obj, RemovableHandle):  # torch cannot read one whose tables of hooks are gone
                 hooks, number, others = obj.__getstate__()
                 return object.__new__, (type(obj),), (hooks, number, tuple(x for x in others if x is not None))
+            if is_lazy(obj):  # torch forgets the type of a parameter without a shape
+                return type(obj), (obj.requires_grad, None, obj.data.dtype)
             if isinstance(obj, nn.Module) and parametrize.is_parametrized(obj):
                 names = list[str](vars(obj)["_modules"]["parametrizations"])
                 return parametrized, (parametrize.type_before_parametrizations(obj), names), state_of(obj)

@@ -76,6 +76,15 @@ def test_what_the_reader_has_already_is_its_own():
     assert found is lock
 
 
+def test_parameters_without_a_shape_keep_their_type():
+    model = nn.Sequential(nn.LazyLinear(2), nn.LazyBatchNorm1d()).double()
+    ((there,), *_) = sent(model)
+    for own in (model, there):
+        own(torch.ones(3, 4, dtype=torch.float64))
+    described = [[(t.dtype, t.shape) for t in (*m.parameters(), *m.buffers())] for m in (model, there)]
+    assert described[0] == described[1]
+
+
 def plain(x):
     """A state in values that can be compared, without times."""
     if isinstance(x, torch.Tensor):
