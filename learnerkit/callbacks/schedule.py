@@ -298,6 +298,11 @@ _COUNT = (
     "count the steps in the function of TorchScheduler: an epoch has math.ceil(len(learn.dls.train_ds) / "
     "learn.effective_batch_size) of them"
 )
+_SCHEDULED = {
+    "lr", "initial_lr", "max_lr", "min_lr", "swa_lr", "momentum", "betas", "max_momentum", "base_momentum",
+    "weight_decay",
+}  # fmt: skip
+"""The entries of an optimizer's groups that schedulers set; an optimizer may keep others, such as a count of steps."""
 _LEAST_OF_PLAN = 0.9
 """The share of a scheduler's `total_steps` that a whole fit takes; fp16 may skip a few."""
 
@@ -373,10 +378,10 @@ class TorchScheduler(Callback):
                 self._advance()
 
     def _note_groups(self) -> None:
-        "Note the options of the groups, and later those of groups that a callback has added."
+        "Note what schedulers may set in the groups, and later in groups that a callback has added."
         for opt, noted in zip(self.learn.opts, self._options, strict=True):
             for group in opt.param_groups[len(noted) :]:
-                noted.append(restorer({name: value for name, value in group.items() if name != "params"}))
+                noted.append(restorer({name: value for name, value in group.items() if name in _SCHEDULED}))
 
     def after_step(self) -> None:
         self._stepped = True
@@ -438,9 +443,9 @@ class TorchScheduler(Callback):
         for opt, noted in zip(self.learn.opts, self._options, strict=False):
             # Groups are matched by position, since a load may have replaced them by other dicts.
             for group, options in zip(opt.param_groups, noted, strict=False):
-                params = group["params"]
-                group.clear()
-                group.update(params=params, **options())
+                for name in _SCHEDULED & group.keys():
+                    del group[name]
+                group.update(options())
         self._attributes, self._schedulers, self._options = [], [], []
 
 

@@ -775,20 +775,23 @@ def test_several_optimizers_have_a_torch_scheduler_each():
 
 
 class Counting(SGD):
-    """Has a count from its first step on."""
+    """Has a count from its first step on, and one in each group."""
 
     def step(self, closure=None):
         self.count = getattr(self, "count", 0) + 1
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
         return super().step(closure)
 
 
-def test_what_an_optimizer_sets_on_itself_stays_after_a_torch_scheduler():
+def test_what_an_optimizer_counts_itself_stays_after_a_torch_scheduler():
     learn = learner(opt_func=Counting)
-    learn.fit(1, 0.1, cbs=TorchScheduler(lambda opt: lr_scheduler.StepLR(opt, 5)))
-    steps = learn.opt.count
+    for n in (1, 2):
+        learn.fit(1, 0.1, cbs=TorchScheduler(lambda opt: lr_scheduler.CyclicLR(opt, 0.1, 1.0)))
+        counts = learn.opt.count, learn.opt.param_groups[0]["step"]
+        assert counts == (n * len(learn.dls.train),) * 2
     assert "step" not in vars(learn.opt)
-    learn.fit(1, 0.1)
-    assert learn.opt.count == 2 * steps > 0
+    assert "max_momentum" not in learn.opt.param_groups[0]
 
 
 def test_schedules_are_the_same_with_data_parallel(two_gpus):
