@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import AdamW, Optimizer
+from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from learnerkit import arguments, distributed, files, optim, parallel, run_state
 from learnerkit.callback import Callback, Dispatch, acts_in_evaluation, describe_loop, is_of, kept_flags, running
@@ -1589,9 +1590,9 @@ class Learner(RunState):
     def save(self, file: File, with_opt: bool = True) -> AnyPath | BinaryIO:
         """Write the model's weights, and the optimizer's state, on rank 0; the other ranks need not call it.
 
-        The file is complete or absent, and loads with `torch.load(..., weights_only=True)`; no key begins with
-        'module.', even if the model is wrapped. A name that ends in '.safetensors' gets a file of the weights in that
-        format, which other tools read.
+        The file is complete or absent, and loads with `torch.load(..., weights_only=True)`; a line says so if the model
+        or the optimizer has a state that does not. No key begins with 'module.', even if the model is wrapped. A name
+        that ends in '.safetensors' gets a file of the weights in that format, which other tools read.
 
         Args:
             file: a name inside path/model_dir ('.pth' is added unless it ends in '.safetensors'); a path, used
@@ -1623,6 +1624,12 @@ class Learner(RunState):
                 state = {"model": state, "opt": opt} | ({"scaler": scaler} if scaler else {})
             if distributed.is_main():
                 save_whole(state, target)
+                if isinstance(target, Path) and (foreign := get_unsafe_globals_in_checkpoint(target)):
+                    self.say(
+                        f"{target} has more than tensors, numbers and text in it: {first_few(sorted(foreign))}, "
+                        "which learn.load refuses: let the model's get_extra_state, or the optimizer's state, leave it "
+                        "out"
+                    )
         return target
 
     @collective

@@ -11,6 +11,7 @@ from functools import partial
 from io import BytesIO, StringIO
 from pathlib import Path
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -756,6 +757,23 @@ def test_more_than_tensors_is_refused_by_safetensors():
     with pytest.raises(CheckpointError, match="_extra_state is a dict, and a .safetensors file has plain tensors"):
         learn.save("one.safetensors")
     assert not Path("models").exists()
+
+
+@pytest.mark.parametrize("kind", ["model", "optimizer"])
+def test_a_state_that_no_load_would_read_is_told_where_it_is_written(kind, capsys):
+    learn = trained(model=Noted())
+    learn.save("plain")
+    assert "more than tensors" not in capsys.readouterr().out
+    if kind == "model":
+        learn.model.note = np.float64(1)
+    else:
+        next(iter(learn.opt.state.values()))["seen"] = np.float64(1)
+    learn.save("more")
+    said = capsys.readouterr().out
+    assert "more.pth has more than tensors, numbers and text in it: " in said
+    assert "numpy" in said
+    with pytest.raises(CheckpointError, match="it holds objects of other classes than tensors"):
+        learn.load("more")
 
 
 # Failures
