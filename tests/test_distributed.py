@@ -181,6 +181,8 @@ def test_collectives_combine_the_values_of_all_ranks():
         found = [distributed.reduce(numbers, op) for op in ("sum", "max", "min")]
         assert {t.dtype for t in found} == {whole}
         assert [t.tolist() for t in found] == [[n * (n - 1) // 2, 7 * n], [n - 1, 7], [0, 7]]
+    large = torch.tensor(2**63 + 1 if rank == 0 else 5, dtype=torch.uint64)
+    assert [distributed.reduce(large, op).item() for op in ("max", "min")] == [2**63 + 1, 5]
     for with_nan in range(n):
         value = math.nan if rank == with_nan else 1.0
         for op in ("max", "min"):

@@ -221,8 +221,10 @@ def reduce(x: T, op: str = "sum", among: str = "") -> T:
     elif total.dtype == torch.bool and op == "sum":
         total = total.long()  # The sum of truth values is their "or".
     kind = total.dtype
+    # As signed numbers, those from 2**63 on would be less than all others, which a sum does not see.
+    top = -(2**63) if kind == torch.uint64 and op in ("max", "min") else 0
     if kind in _NOT_IN_GLOO:
-        total = total.long()
+        total = total.long() ^ top
     with _explained("reduce"):
         if total.is_floating_point() and op in ("max", "min"):
             # The ranks' own maximum would be NaN or a number, by which of them has the NaN.
@@ -231,7 +233,7 @@ def reduce(x: T, op: str = "sum", among: str = "") -> T:
             total = getattr(torch.stack(parts), f"a{op}")(0)
         else:
             dist.all_reduce(total, _OPS[op], group(among, total.device.type))
-    total = total.to(kind)
+    total = (total ^ top).to(kind) if top else total.to(kind)
     result = total.to(local.device) if isinstance(x, Tensor) else total.item()
     if op != "mean":
         return result
