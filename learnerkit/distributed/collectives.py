@@ -33,7 +33,7 @@ from learnerkit.distributed.meeting import await_all, count_call, group, join, s
 from learnerkit.endings import may_follow
 from learnerkit.marks import collective
 from learnerkit.torch_internals import CollectiveRefusal
-from learnerkit.utils import unbound
+from learnerkit.utils import unbound, unexpanded
 from learnerkit.values import TensorFunction, describe, digests, in_a_row, map_batch, tensors_in
 
 P = ParamSpec("P")
@@ -286,6 +286,7 @@ def mean_into(tensors: Sequence[Tensor], among: str = "") -> None:
 
 def _replace_together(tensors: Sequence[Tensor], call: TensorFunction) -> None:
     """Replace the values of tensors by `call` of their concatenations, each of one type and limited size."""
+    tensors = [*map(unexpanded, tensors)]  # others cannot be written in place, such as a mask that is one row
     for kind in dict.fromkeys((t.dtype, t.device) for t in tensors):
         alike = [t for t in tensors if (t.dtype, t.device) == kind]
         ends = accumulate(t.nbytes for t in alike)

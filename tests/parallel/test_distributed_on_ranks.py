@@ -81,6 +81,16 @@ def test_a_seed_is_that_of_all_ranks_until_the_fit_whose_dropout_differs():
     assert not same(torch.rand(1))  # dropout differs by rank from here on
 
 
+def test_a_buffer_that_is_expanded_gets_rank_0s_values():
+    model = nn.Linear(4, 2)
+    model.register_buffer("mask", torch.full((1, 2), 1.0 + distributed.rank()).expand(3, 2))
+    learn = make_learner(model)
+    with learn.distrib_ctx(), learn.no_logging():
+        learn.fit(1)
+    assert model.mask.tolist() == [[1.0, 1.0]] * 3
+    assert model.mask.stride() == (0, 1)
+
+
 @pytest.mark.ranks(2, slow=[3], soak=["torchrun"])
 def test_ranks_draw_differently_also_where_rank_0_alone_has_drawn_before_the_fit():
     learn = make_learner()
