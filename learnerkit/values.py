@@ -137,9 +137,21 @@ def digests(tensors: Iterable[Tensor]) -> list[int]:
     tensors = list(tensors)
     drawn = torch.randint(-(2**63), 2**63 - 1, (_WEIGHTS,), generator=torch.Generator().manual_seed(0)) | 1
     weights = {device: drawn.to(device) for device in {t.device for t in tensors}}
-    sums = [_weighted_sum(_words(t), weights[t.device]) for t in tensors]
+    of_parts = ([_weighted_sum(_words(part), weights[t.device]) for part in dense_parts(t)] for t in tensors)
+    sums = [torch.stack(each).sum() for each in of_parts]
     numbers = {device: iter(torch.stack([s for s in sums if s.device == device]).tolist()) for device in weights}
     return [next(numbers[t.device]) % 2**64 for t in tensors]
+
+
+def dense_parts(t: Tensor) -> list[Tensor]:
+    """Return the dense tensors whose memory has the values of a tensor: itself, or those of a sparse one."""
+    if t.layout is torch.sparse_coo:
+        return [t._indices(), t._values()]
+    if t.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [t.crow_indices(), t.col_indices(), t.values()]
+    if t.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [t.ccol_indices(), t.row_indices(), t.values()]
+    return [t]
 
 
 def in_a_row(t: Tensor) -> Tensor:

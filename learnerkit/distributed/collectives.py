@@ -34,7 +34,7 @@ from learnerkit.endings import may_follow
 from learnerkit.marks import collective
 from learnerkit.torch_internals import CollectiveRefusal
 from learnerkit.utils import unbound, unexpanded
-from learnerkit.values import TensorFunction, describe, digests, in_a_row, map_batch, tensors_in
+from learnerkit.values import TensorFunction, dense_parts, describe, digests, in_a_row, map_batch, tensors_in
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -286,7 +286,8 @@ def mean_into(tensors: Sequence[Tensor], among: str = "") -> None:
 
 def _replace_together(tensors: Sequence[Tensor], call: TensorFunction) -> None:
     """Replace the values of tensors by `call` of their concatenations, each of one type and limited size."""
-    tensors = [*map(unexpanded, tensors)]  # others cannot be written in place, such as a mask that is one row
+    # An expanded tensor, such as a mask that is one row, cannot be written in place.
+    tensors = [unexpanded(part) for t in tensors for part in dense_parts(t)]
     for kind in dict.fromkeys((t.dtype, t.device) for t in tensors):
         alike = [t for t in tensors if (t.dtype, t.device) == kind]
         ends = accumulate(t.nbytes for t in alike)
@@ -304,7 +305,8 @@ def give_values(tensors: Sequence[Tensor]) -> None:
     Raises:
         ValueError: the shapes differ.
     """
-    shapes, values = zip(*all_gather(([t.shape for t in tensors], digests(tensors))), strict=True)
+    own = [part.shape for t in tensors for part in dense_parts(t)]
+    shapes, values = zip(*all_gather((own, digests(tensors))), strict=True)
     if any(other != shapes[0] for other in shapes):
         raise ValueError("the model differs between ranks in its parameters' shapes; every rank must make the same")
     if any(other != values[0] for other in values):

@@ -91,6 +91,19 @@ def test_a_buffer_that_is_expanded_gets_rank_0s_values():
     assert model.mask.stride() == (0, 1)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse .* is in beta state")
+@pytest.mark.parametrize("kind", ["coo", "csr", "csc", "bsr"])
+def test_a_sparse_buffer_gets_rank_0s_values(kind):
+    dense = torch.eye(4) * (1 + distributed.rank())
+    sparse = dense.to_sparse(layout=getattr(torch, f"sparse_{kind}"), blocksize=(2, 2) if kind == "bsr" else None)
+    model = nn.Linear(4, 2)
+    model.register_buffer("edges", sparse)
+    learn = make_learner(model)
+    with learn.distrib_ctx(), learn.no_logging():
+        learn.fit(1)
+    assert torch.equal(learn.model.edges.to_dense(), torch.eye(4))
+
+
 @pytest.mark.ranks(2, slow=[3], soak=["torchrun"])
 def test_ranks_draw_differently_also_where_rank_0_alone_has_drawn_before_the_fit():
     learn = make_learner()
