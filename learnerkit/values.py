@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import fields, is_dataclass
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -137,8 +138,7 @@ def digests(tensors: Iterable[Tensor]) -> list[int]:
     tensors = list(tensors)
     drawn = torch.randint(-(2**63), 2**63 - 1, (_WEIGHTS,), generator=torch.Generator().manual_seed(0)) | 1
     weights = {device: drawn.to(device) for device in {t.device for t in tensors}}
-    of_parts = ([_weighted_sum(_words(part), weights[t.device]) for part in dense_parts(t)] for t in tensors)
-    sums = [torch.stack(each).sum() for each in of_parts]
+    sums = [reduce(torch.add, (_weighted_sum(_words(x), weights[t.device]) for x in dense_parts(t))) for t in tensors]
     numbers = {device: iter(torch.stack([s for s in sums if s.device == device]).tolist()) for device in weights}
     return [next(numbers[t.device]) % 2**64 for t in tensors]
 

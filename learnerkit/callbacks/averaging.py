@@ -278,8 +278,9 @@ class EMA(_Averaging):
         named: dict[str, Tensor] = dict(source.named_parameters())
         if self.module is None:
             named |= dict(source.named_buffers())
-        # What is expanded cannot be written as a whole.
-        floats = {name: unexpanded(t) for name, t in named.items() if t.is_floating_point() or t.is_complex()}
+        # A sparse buffer, such as the edges of a graph, stays as it is; what is expanded cannot be written as a whole.
+        dense = {name: unexpanded(t) for name, t in named.items() if t.layout is torch.strided}
+        floats = {name: t for name, t in dense.items() if t.is_floating_point() or t.is_complex()}
         if self.module is None:
             return {name: (t, t) for name, t in floats.items()}
         homes: dict[str, Tensor] = dict(unwrap(self.module).named_parameters())

@@ -213,6 +213,15 @@ def test_a_buffer_that_is_expanded_has_an_average():
     assert torch.equal(model.scale, torch.full((2, 3), average))
 
 
+def test_a_sparse_buffer_stays_beside_an_average():
+    model = norm_model()
+    model.register_buffer("edges", torch.eye(3).to_sparse())
+    learn = learner(EMA(0.5), model=model)
+    learn.fit(1)
+    assert learn.ema.n_averaged
+    assert torch.equal(model.edges.to_dense(), torch.eye(3))
+
+
 def test_the_average_of_buffers_is_saved_before_the_first_step_that_counts():
     def skip(cb):
         if cb.train_iter < 2:
