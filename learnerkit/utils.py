@@ -228,7 +228,13 @@ def is_placed(modules: Iterable[nn.Module], device: torch.device) -> bool:
 
 def host_copy(t: Tensor) -> Tensor:
     """Return a copy of a tensor on the host. A host-device sync."""
-    return t.detach().to("cpu", copy=True)
+    whole: Any = t.detach()
+    if hasattr(whole, "__tensor_flatten__") and not t.is_nested:
+        # It is made of other tensors, which the `to` of torchao's 8-bit optimizer states shares with its result.
+        names, settings = whole.__tensor_flatten__()
+        parts = {name: host_copy(getattr(whole, name)) for name in names}
+        return type(whole).__tensor_unflatten__(parts, settings, whole.shape, whole.stride())
+    return whole.to("cpu", copy=True)
 
 
 def restorer(x: Any, keep: TensorFunction = host_copy) -> Callable[[], Any]:

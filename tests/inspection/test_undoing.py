@@ -134,6 +134,51 @@ class Lookahead(SGD):
             p.copy_(slow.lerp_(p, 0.5))
 
 
+class Packed(torch.Tensor):
+    """A tensor made of another one, whose `to` shares it, as that of torchao's optimizer states does on the CPU."""
+
+    @staticmethod
+    def __new__(cls, values):
+        return torch.Tensor._make_wrapper_subclass(cls, values.shape)
+
+    def __init__(self, values):
+        self.values_inside = values
+
+    def __tensor_flatten__(self):
+        return ["values_inside"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, parts, settings, shape, stride):
+        return cls(parts["values_inside"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.copy_.default:
+            args[0].values_inside.copy_(args[1].values_inside)
+            return args[0]
+        assert func in (torch.ops.aten.detach.default, torch.ops.aten._to_copy.default)
+        return cls(args[0].values_inside)
+
+
+class PackedSGD(SGD):
+    """Counts its steps in a packed tensor."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for p in self.param_groups[0]["params"]:
+            self.state[p].setdefault("steps", Packed(torch.zeros(3))).values_inside.add_(1)
+
+
+def test_a_state_made_of_other_tensors_is_put_back():
+    learn = learner(PackedSGD)
+    counts = [state["steps"].values_inside for state in learn.opt.state.values()]
+    before = counts[0].clone()
+    with unchanged(learn):
+        learn.fit(1)
+        assert counts[0].sum() > before.sum()
+    assert all(torch.equal(count, before) for count in counts)
+
+
 def test_attributes_of_an_optimizer_are_put_back():
     learn = learner(Lookahead)
     slow, before, n = [*learn.opt.slow], copy.deepcopy(learn.opt.slow), learn.opt.n
