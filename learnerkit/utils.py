@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from learnerkit.shards import own_class
+from learnerkit.shards import is_shard, own_class
 from learnerkit.state import Learner
 from learnerkit.text import did_you_mean, escaped
 from learnerkit.torch_internals import caller, own_tensors, without_compiler
@@ -229,7 +229,7 @@ def is_placed(modules: Iterable[nn.Module], device: torch.device) -> bool:
 def host_copy(t: Tensor) -> Tensor:
     """Return a copy of a tensor on the host. A host-device sync."""
     whole: Any = t.detach()
-    if hasattr(whole, "__tensor_flatten__") and not t.is_nested:
+    if hasattr(whole, "__tensor_flatten__") and not (t.is_nested or is_shard(t)):
         # It is made of other tensors, which the `to` of torchao's 8-bit optimizer states shares with its result.
         names, settings = whole.__tensor_flatten__()
         parts = {name: host_copy(getattr(whole, name)) for name in names}
