@@ -16,6 +16,7 @@ from learnerkit import distributed
 from learnerkit.endings import ending_of, raised_in
 from learnerkit.events import INNER_EVENTS, LOOP, CancelException, Event
 from learnerkit.text import did_you_mean
+from learnerkit.utils import accepts
 
 if TYPE_CHECKING:
     from torch import nn
@@ -112,12 +113,10 @@ class Callback(_Read):
                 now = _FORMER_EVENTS.get(event)
                 near = f"; here it is {now}" if now else did_you_mean(event, [*Event, "order"])
                 raise TypeError(f"{type(self).__name__} got the keyword {event!r}, which is not an event{near}")
-            try:
-                inspect.signature(hook).bind(self)
-            except (TypeError, ValueError):
+            if not callable(hook) or isinstance(hook, type) or not accepts(hook, self):
                 raise TypeError(
                     f"got {event}={hook!r}; it is a function that takes the callback, and no more: lambda cb: ..."
-                ) from None
+                )
             setattr(self, event, partial(hook, self))
 
     @classmethod
@@ -251,15 +250,11 @@ def check_hooks(cb: Callback) -> None:
                 )
     for event in Event:
         hook = getattr(cb, event, None) if cb._owns(event) else None
-        if hook is None:
-            continue
-        try:
-            inspect.signature(hook).bind()
-        except TypeError:
+        if hook is not None and not accepts(hook):
             raise TypeError(
                 f"{cb}.{event}{inspect.signature(hook)} takes arguments; a hook takes none but self: "
                 "it finds everything on self and self.learn"
-            ) from None
+            )
 
 
 _BEHIND_FORWARD = [event for event in INNER_EVENTS if event != Event.before_batch]

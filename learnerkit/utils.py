@@ -60,6 +60,17 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
+def accepts(function: Any, *args: Any) -> bool:
+    """Tell whether a function can be called with these arguments; one in C that has no signature counts as one."""
+    try:
+        signature(function).bind(*args)
+    except TypeError:
+        return False
+    except ValueError:  # It has no signature.
+        pass
+    return True
+
+
 def suggests_keywords(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Return a function that, for an unknown keyword argument, raises an error with the nearest known one.
 

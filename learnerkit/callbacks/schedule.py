@@ -22,7 +22,7 @@ from learnerkit.run_state import filled
 from learnerkit.state import State
 from learnerkit.text import did_you_mean, first_few
 from learnerkit.torch_internals import OF_SCHEDULERS
-from learnerkit.utils import listify, restorer
+from learnerkit.utils import accepts, listify, restorer
 
 Schedule = Callable[[float], float]
 """A hyper-parameter as a function of the share of training done, from 0 to 1."""
@@ -364,15 +364,14 @@ class TorchScheduler(Callback):
             raise ValueError(
                 "torch's ReduceLROnPlateau steps by a value: TorchScheduler(..., step='epoch', monitor='valid_loss')"
             )
+        values = [] if self.monitor is None else [0.0]
         for scheduler in self._schedulers:
-            try:
-                signature(scheduler.step).bind(*[] if self.monitor is None else [0.0])
-            except TypeError:
+            if not accepts(scheduler.step, *values):
                 raise TypeError(
                     f"TorchScheduler calls step() of a scheduler, with one value if it has monitor=, and got "
                     f"{type(scheduler).__name__}.step{signature(scheduler.step)}: let a callback of your own call it, "
                     "in before_epoch or in after_step"
-                ) from None
+                )
         if self.step == "epoch" and self.monitor is None:
             for _ in range(learn.start_epoch):
                 self._advance()

@@ -17,7 +17,7 @@ from learnerkit.events import CancelTrainException
 from learnerkit.run_state import in_eval
 from learnerkit.state import Learner, State
 from learnerkit.torch_internals import BatchNorm, Dropout
-from learnerkit.utils import unwrap
+from learnerkit.utils import accepts, unwrap
 
 
 class TrainEvalCallback(Callback):
@@ -59,7 +59,7 @@ class TrainEvalCallback(Callback):
     def before_fit(self) -> None:
         learn = self.learn
         reset = getattr(unwrap(learn.model), "reset", None)
-        if callable(reset):
+        if callable(reset) and accepts(reset):
             reset()
         if learn.task not in ("validate", "predict"):
             if self._model is not None:

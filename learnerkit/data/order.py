@@ -5,7 +5,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from copy import copy, deepcopy
-from inspect import getclosurevars, isfunction, signature
+from inspect import getclosurevars, isfunction
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from learnerkit.data.lengths import LengthBatches
 from learnerkit.data.rows import IndexBatches, draw_seed
 from learnerkit.distributed import seeds
 from learnerkit.torch_internals import loader_attributes
+from learnerkit.utils import accepts
 
 HOST = torch.device("cpu")
 
@@ -76,17 +77,7 @@ def has_state(x: Any) -> bool:
     The datasets of litdata and of mosaicml-streaming have one for their own loaders, which give it arguments.
     """
     methods = [getattr(x, name, None) for name in ("state_dict", "load_state_dict")]
-    return all(map(callable, methods)) and not _needs_arguments(methods[0])
-
-
-def _needs_arguments(function: Any) -> bool:
-    try:
-        signature(function).bind()
-    except TypeError:
-        return True
-    except ValueError:  # a function in C, which has no signature
-        pass
-    return False
+    return all(map(callable, methods)) and accepts(methods[0])
 
 
 def order_sources(dl: Any) -> list[Any]:

@@ -9,7 +9,6 @@ import os
 import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from inspect import signature
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torch.nn.parameter import is_lazy
 from learnerkit import distributed
 from learnerkit.shards import owners
 from learnerkit.text import first_few
+from learnerkit.utils import accepts
 
 
 class Mapped:
@@ -141,14 +141,6 @@ def check_values(model: nn.Module) -> None:
             )
 
 
-def _takes_nothing(function: Callable) -> bool:
-    try:
-        signature(function).bind()
-    except (TypeError, ValueError):  # It needs arguments, or is written in C.
-        return False
-    return True
-
-
 def made_model(model: Any) -> tuple[Any, Mapped | None]:
     """Return the model of a Learner, which a function may make, and the `Mapped` with its parameters, if any.
 
@@ -157,7 +149,7 @@ def made_model(model: Any) -> tuple[Any, Mapped | None]:
     if isinstance(model, nn.Module):
         on_meta = any(p.is_meta for p in model.parameters())
         return model, Mapped() if on_meta else None
-    if not callable(model) or isinstance(model, type) or not _takes_nothing(model):
+    if not callable(model) or isinstance(model, type) or not accepts(model):
         return model, None
     if distributed.world_size() == 1:
         return model(), None

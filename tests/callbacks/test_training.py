@@ -447,3 +447,14 @@ def test_a_model_that_can_be_reset_is_as_a_run_begins(two_gpus):
     with learn.parallel_ctx():
         learn.fit(2, cbs=Callback(after_step=lambda cb: cb.learn.validate()))  # not in the middle of a run
     assert learn.model.resets == 4
+
+
+def test_a_model_whose_reset_takes_arguments_is_left_alone():
+    class Sized(Stateful):
+        def reset(self, batch_size):
+            raise AssertionError(f"got {batch_size}")
+
+    learn = make_learner(model=Sized())
+    learn.fit(1)
+    learn.predict(torch.zeros(4))
+    assert learn.model.seen == 4
