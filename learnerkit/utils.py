@@ -101,13 +101,14 @@ def check_keywords(who: str, given: Iterable[str], takes: Sequence[str]) -> None
     """Refuse keywords that `who` does not take, with Python's message and the nearest keyword that it takes."""
     for name in given:
         if name not in takes:
+            names = ", ".join(each for each in takes if each != "self") or "none"
             raise TypeError(
                 f"{who}() got an unexpected keyword argument {name!r}"
                 + (
                     "; class_weights= is an argument of vision_learner, text_learner and tabular_learner; elsewhere "
                     "the loss takes the weights: nn.CrossEntropyLoss(weight=...) (errors.html#class-weights)"
                     if name in ("class_weights", "class_weight") and "class_weights" not in takes
-                    else did_you_mean(name, takes) or f"; it takes {', '.join(t for t in takes if t != 'self')}"
+                    else did_you_mean(name, takes) or f"; it takes {names}"
                 )
             )
 

@@ -103,6 +103,8 @@ def test_weights_of_the_classes_for_a_plain_learner_are_told_where_they_go(name)
 def test_a_keyword_that_nothing_resembles_gets_the_list_of_those_that_are_there():
     with pytest.raises(TypeError, match=r"Learner.fit\(\) got .* 'xyz'; it takes n_epoch, lr, wd, cbs, reset_opt"):
         make_learner().fit(1, xyz=1)
+    with pytest.raises(TypeError, match=r"Learner.summary\(\) got .* 'bs'; it takes none"):
+        make_learner().summary(bs=1)
 
 
 def test_keywords_are_checked_before_anything_happens_and_signatures_stay():

@@ -68,7 +68,7 @@ class BatchTransform(_Drawing):
 
     Raises:
         TypeError: `fn` is no function.
-        ValueError: with `with_targets`, a batch without targets, or a function that returns something else.
+        ValueError: a function that returns None, or, with `with_targets`, no pair, or a batch without targets.
     """
 
     order = -3  # before mixing, and before other callbacks see the batch
@@ -91,7 +91,10 @@ class BatchTransform(_Drawing):
         first, *rest = learn.xb
         with self._stream():
             if not self.with_targets:
-                learn.xb = (self.fn(first), *rest)
+                x = self.fn(first)
+                if x is None:
+                    raise ValueError(f"{self.fn} returned None; BatchTransform needs the new inputs")
+                learn.xb = (x, *rest)
                 return
             if not learn.yb:
                 raise ValueError("BatchTransform(with_targets=True): the batches have no targets")

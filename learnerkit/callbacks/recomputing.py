@@ -42,7 +42,7 @@ class ActivationCheckpointing(Callback):
     order = 2  # before DistributedCallback wraps the model
 
     def __init__(self, modules: str | type[nn.Module] | Iterable[str | type[nn.Module]] | None = None) -> None:
-        self.modules = listify(modules)
+        self.modules = None if modules is None else listify(modules)
         self._recomputed = ExitStack()
         self._forwards: dict[nn.Module, partial] = {}
 
@@ -62,7 +62,8 @@ class ActivationCheckpointing(Callback):
     def recomputed(self, model: nn.Module) -> Iterator[None]:
         """Have the units of a model computed again in each backward pass."""
         with ExitStack() as stack:
-            for module in units(unwrap(model), self.modules or True, "modules").values():
+            chosen = True if self.modules is None else self.modules
+            for module in units(unwrap(model), chosen, "modules").values():
                 # Sharding hooks the call, so `forward` is replaced, and on the object, so that its class stays.
                 attributes = vars(module)
                 own = {"forward": attributes["forward"]} if "forward" in attributes else {}

@@ -240,13 +240,13 @@ def _measured(
     model, one.training = one.model.train(), True  # a loss, or a step of its own, may ask for it
     peaks = dict[int, tuple[int, ...]]()  # in the forward pass, in the backward pass, and in the optimizer's step
     mode = next((cb.mode for cb in cbs if isinstance(cb, MixedPrecision)), None)
-    again = next((cb.modules for cb in cbs if isinstance(cb, ActivationCheckpointing)), None)
+    again = [cb.modules for cb in cbs if isinstance(cb, ActivationCheckpointing)]
     keeps = any(cb.name in _KEEPERS for cb in cbs)
     state = state_tensors(one.opts)
     with ExitStack() as stack:
         stack.callback(torch.clear_autocast_cache)
-        if again is not None:
-            stack.enter_context(ActivationCheckpointing(again).recomputed(model))
+        for modules in again:
+            stack.enter_context(ActivationCheckpointing(modules).recomputed(model))
         stack.enter_context(torch.enable_grad())
         live.note((*held_tensors(model, one.loss_func), *state))
         stack.enter_context(live)

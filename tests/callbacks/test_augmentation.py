@@ -286,6 +286,11 @@ def test_a_model_that_makes_its_own_loss_gets_the_targets_that_go_with_its_input
     assert not batch["targets"].any()
 
 
+def test_a_transform_that_returns_nothing_is_told():
+    with raises(ValueError, "returned None; BatchTransform needs the new inputs"):
+        make_learner(cbs=BatchTransform(lambda x: None)).fit(1)
+
+
 def test_targets_may_be_transformed_too():
     seen = []
     learn = make_learner(cbs=BatchTransform(lambda x, y: (-x, y + 5), with_targets=True))

@@ -193,6 +193,8 @@ def test_named_modules_alone_are_computed_again():
     model.blocks[2] = Normed()
     learn = fitted(model, ActivationCheckpointing(Normed), n=1)
     assert [block.calls.count(True) for block in learn.model.blocks] == [5, 5, 10]
+    learn = fitted(net(Block), ActivationCheckpointing([]), n=1)
+    assert [block.calls.count(True) for block in learn.model.blocks] == [5, 5, 5]
 
 
 def test_wrong_names_are_told():
