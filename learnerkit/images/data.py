@@ -27,7 +27,7 @@ from learnerkit.images.augmentation import ImageAugmentation
 from learnerkit.images.reading import ImageReader
 from learnerkit.images.targets import ReadImages, TargetReader, listed, transformed
 from learnerkit.processes.machine import usable_cores
-from learnerkit.stores.paths import is_hidden, local_folder
+from learnerkit.stores.paths import files_within, local_folder
 from learnerkit.text import first_few
 from learnerkit.utils import replaced, suggests_keywords
 from learnerkit.values import describe
@@ -470,26 +470,14 @@ def _check_undivided(path: Path, train: str) -> None:
 
 
 def _pictures_in(folder: Path) -> list[str]:
-    "Return the sorted paths of the pictures in a folder and those within it; as texts, as there may be millions."
+    "Return the sorted paths of the pictures in a folder and those within it."
     if not folder.is_dir():
         beside = sorted(p.name for p in folder.parent.iterdir() if p.is_dir()) if folder.parent.is_dir() else []
         raise FileNotFoundError(f"there is no folder {folder}; beside it there are: {first_few(beside) or 'none'}")
-    paths = list[str]()
-    for place, folders, names in os.walk(folder, followlinks=True):
-        folders[:] = [name for name in folders if not _leads_back(Path(place, name))]
-        inside = (os.path.join(place, name) for name in names)
-        paths += (path for path in inside if path.lower().endswith(SUFFIXES) and not is_hidden(path, folder))
+    paths = files_within(folder, SUFFIXES)
     if not paths:
         raise FileNotFoundError(f"there are no pictures in {folder}; their names end in {', '.join(SUFFIXES)}")
-    return sorted(paths)
-
-
-def _leads_back(folder: Path) -> bool:
-    "Tell whether a folder is a link to one through which the way to it has come, so that the way would not end."
-    if not folder.is_symlink():
-        return False
-    target = folder.resolve()
-    return any(each.resolve().is_relative_to(target) for each in folder.parents)
+    return paths
 
 
 def _readable(paths: list[str]) -> list[str]:

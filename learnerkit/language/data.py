@@ -20,7 +20,7 @@ from learnerkit.data.weights import sample_weights
 from learnerkit.export.reading import NoData
 from learnerkit.language.batches import IGNORED, EncodedTexts, Padded, TokenBlocks
 from learnerkit.language.codec import TextCodec, checked_texts, train_tokenizer
-from learnerkit.stores.paths import is_hidden, local_folder
+from learnerkit.stores.paths import files_within, local_folder
 from learnerkit.text import first_few
 from learnerkit.utils import check_keywords
 
@@ -123,7 +123,7 @@ class TextData:
         label: Callable[[Path], Any] | None = _folder_name,
         **kwargs: Any,
     ) -> "TextData":
-        """Encode the .txt files (UTF-8) in a folder and those within it, without hidden ones.
+        """Encode the .txt files (UTF-8) in a folder and those within it, without hidden ones; links are followed.
 
         Args:
             path: the folder; of a URL a copy is made, in `~/.cache/learnerkit`.
@@ -137,7 +137,7 @@ class TextData:
             ValueError: no files, files beside the folders of classes, or one that is not UTF-8.
         """
         root = local_folder(path)
-        texts = (file for file in root.rglob("*.txt") if not is_hidden(file, root))
+        texts = map(Path, files_within(root, ".txt"))
         files = sorted(file for file in texts if classes is None or file.parent.name in classes)
         if not files:
             among = "" if classes is None else f" among {first_few(classes)}"

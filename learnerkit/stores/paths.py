@@ -220,6 +220,27 @@ def is_hidden(path: str | Path, folder: Path) -> bool:
     return f"{os.sep}." in f"{os.sep}{inside}"
 
 
+def files_within(folder: Path, suffixes: str | tuple[str, ...]) -> list[str]:
+    """Return the sorted paths of the files in a folder and those within it whose names end so, in any case of letters.
+
+    Hidden ones are left out, and links to folders are followed. Paths are texts, as there may be millions.
+    """
+    paths = list[str]()
+    for place, folders, names in os.walk(folder, followlinks=True):
+        folders[:] = [name for name in folders if not _leads_back(Path(place, name))]
+        inside = (os.path.join(place, name) for name in names)
+        paths += (path for path in inside if path.lower().endswith(suffixes) and not is_hidden(path, folder))
+    return sorted(paths)
+
+
+def _leads_back(folder: Path) -> bool:
+    """Tell whether a folder is a link to one through which the way to it has come, so that the way would not end."""
+    if not folder.is_symlink():
+        return False
+    target = folder.resolve()
+    return any(each.resolve().is_relative_to(target) for each in folder.parents)
+
+
 def local_folder(path: str | Path) -> Path:
     """Return the folder of a path; of a URL a copy of its objects, which the first process of a machine makes.
 

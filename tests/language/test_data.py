@@ -213,6 +213,17 @@ def test_folders_are_classes(tmp_path):
         TextData.from_folder(tmp_path, valid="test", classes=["animal", "food"])
 
 
+def test_linked_folders_are_read_whatever_the_case_of_a_suffix(tmp_path):
+    for name in ("texts/animal/0.txt", "texts/animal/1.TXT", "elsewhere/0.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("some words")
+    (tmp_path / "texts" / "food").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "texts" / "animal" / "up").symlink_to(tmp_path / "texts")
+    (tmp_path / "texts" / "animal" / "folder.txt").mkdir()
+    data = TextData.from_folder(tmp_path / "texts", None, vocab_size=300)
+    assert [data.classes[i] for i in data.train_ds.labels] == ["animal", "animal", "food"]
+
+
 @pytest.mark.slow
 def test_texts_come_from_the_columns_of_a_frame():
     pandas = pytest.importorskip("pandas")
