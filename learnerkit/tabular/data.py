@@ -375,7 +375,7 @@ def _as_frame(rows: Rows) -> "DataFrame":
             raise ValueError(
                 f"the frame has columns {first_few(map(repr, wrong))}; each needs a name of its own, text or a number"
             )
-        return rows.infer_objects()
+        return _of_types(rows)
     rows = [rows] if isinstance(rows, Mapping | pd.Series) else list(rows)
     if not rows:
         raise ValueError("got no rows; pass at least one")
@@ -384,13 +384,26 @@ def _as_frame(rows: Rows) -> "DataFrame":
             f"got a {type(others[0]).__name__} for a row; a row is a mapping by column, or a Series "
             "such as frame.iloc[0]"
         )
-    frame = pd.DataFrame([dict(row) for row in rows]).infer_objects()
+    frame = _of_types(pd.DataFrame([dict(row) for row in rows]))
     for name in frame.columns[frame.dtypes == np.float64]:
         # pandas makes floats, which have 53 bits, of whole numbers with a gap.
         if 2**53 <= frame[name].abs().max() < 2**63:
             values = [None if pd.isna(value := row.get(name)) else value for row in rows]
             if all(isinstance(value, Integral | None) for value in values):
                 frame[name] = pd.array(values, "Int64")
+    return frame
+
+
+def _of_types(frame: "DataFrame") -> "DataFrame":
+    """Return a frame whose columns of objects have the type of their values; decimals, as of a database, are floats."""
+    import pandas as pd
+    from pandas.api.types import infer_dtype, is_object_dtype
+
+    frame = frame.infer_objects()
+    for name, dtype in frame.dtypes.items():
+        is_arrows = str(dtype).startswith("decimal")
+        if is_arrows or (is_object_dtype(dtype) and infer_dtype(frame[name]) == "decimal"):
+            frame[name] = pd.to_numeric(frame[name].astype(object))
     return frame
 
 

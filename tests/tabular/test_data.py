@@ -452,6 +452,24 @@ def test_numbers_of_a_row_may_be_decimals_and_truth_values_of_numpy():
     assert same_tensors(data.encode(rows), data.encode(frame[:3]))
 
 
+@pytest.mark.parametrize("library", ["pandas", "pyarrow"])
+def test_columns_of_decimals_are_those_of_floats(library):
+    arrow = pytest.importorskip(library)
+    kind = object if library == "pandas" else pd.ArrowDtype(arrow.decimal128(10, 4))
+    numbers = {"price": [i / 8 for i in range(60)], "rooms": [1.0, 2.0, None] * 20, "sold": ["no", "yes"] * 30}
+    frame = pd.DataFrame(numbers)
+    decimals = frame.copy()
+    for name in ("price", "rooms"):  # as a database has them
+        decimals[name] = pd.Series([None if pd.isna(x) else Decimal(x) for x in frame[name]], dtype=kind)
+    for y in ("sold", "price"):
+        one, other = (TabularData.from_df(each, y, valid=None) for each in (frame, decimals))
+        assert repr(one) == repr(other)
+        assert same_tensors(one.train_ds.tensors, other.train_ds.tensors)
+        assert same_tensors(one.encode(frame), one.encode(decimals))
+        assert same_tensors(one.encode(frame[:1]), one.encode({"price": Decimal(0), "rooms": Decimal(1), "sold": "no"}))
+    assert isinstance(decimals["price"][0], Decimal)
+
+
 def test_large_whole_numbers_of_a_request_may_be_text():
     ids = [2**62 + i for i in range(3)]
     column = Categories.of(pd.Series(ids, name="id"))
