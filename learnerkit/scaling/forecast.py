@@ -155,6 +155,7 @@ class StepCost(NamedTuple):
         """Make a forecast, as `ScalingReport.forecast` says."""
         if not isinstance(ranks, Iterable):
             raise ValueError(f"got ranks={ranks!r}; it is a sequence of numbers of ranks, such as [2, 8]")
+        ranks = [*ranks]  # it may be an iterator
         for n in ranks:
             check_count("ranks", n, "the number of ranks")
         if noise is not None and not noise >= 0:

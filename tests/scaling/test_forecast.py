@@ -100,6 +100,10 @@ def test_numbers_out_of_range_are_refused(ranks, noise, match):
         cost().forecast(ranks, noise)
 
 
+def test_numbers_of_ranks_may_come_from_an_iterator():
+    assert cost().forecast(iter([4, 2]), None).rows == cost().forecast([4, 2], None).rows
+
+
 def test_an_all_reduce_as_large_as_ddps_buckets_is_measured(monkeypatch):
     learn = make_learner()
     learn.model = nn.Linear(5000, 5000, bias=False)
