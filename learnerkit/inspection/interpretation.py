@@ -165,7 +165,7 @@ class ClassificationInterpretation:
         occurs = support + said > 0  # as in scikit-learn, a class that no sample has and none is taken for is left out
         rows = [
             *zip(self.classes, scores, support.long().tolist(), strict=True),
-            ("mean of the classes", scores[occurs].mean(0), total),
+            ("mean of the classes", scores[occurs].sum(0) / occurs.sum().clamp(min=1), total),
             ("mean of the samples", shares @ scores, total),
         ]
         return Table(

@@ -56,6 +56,9 @@ def test_what_the_loss_ignores_does_not_count():
         losses, places = found.top_losses(largest=False)
         assert torch.equal(places.sort().values, (y != 2).nonzero().flatten())
         assert torch.equal(losses, found.losses[places])
+    dataset.tensors = (dataset.tensors[0], torch.full_like(y, 255))
+    nothing = Interpretation.from_learner(learn).classification_report()
+    assert {value for row in nothing.rows for value in row[1:]} == {"0.00", 0}  # as the docstring says of nothing
 
 
 def test_what_the_models_own_loss_ignores_does_not_count():
