@@ -3,7 +3,7 @@
 import csv
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -131,8 +131,8 @@ class JSONLogger(_FileLogger):
         config: values of your own for the first record, such as `vars(args)`.
 
     Raises:
-        TypeError, ValueError: arguments that cannot work; in `before_fit` a column of the table that is named 'step',
-            or another logger that writes to the same file.
+        TypeError, ValueError: arguments that cannot work; a column of the table that is named 'step'; in `before_fit`
+            another logger that writes to the same file.
     """
 
     def __init__(self, fname: str | Path = "history.jsonl", every: int = 1, config: Any = None) -> None:
@@ -140,7 +140,10 @@ class JSONLogger(_FileLogger):
 
     def before_fit(self) -> None:
         super().before_fit()
-        if "step" in self.learn.recorder.metric_names:
+        self._check_names(self.learn.recorder.metric_names)
+
+    def _check_names(self, names: Iterable[str]) -> None:
+        if "step" in names:
             raise ValueError(
                 f"a column of the table is named 'step', which {self!r} writes for each record itself; give the metric "
                 "another name: metrics={'name': metric}"
@@ -161,6 +164,8 @@ class JSONLogger(_FileLogger):
         self._write_lines([{"config": config}])
 
     def _write(self, records: list[Record]) -> None:
+        for record in records:
+            self._check_names(record.values)  # `log_metric` adds columns.
         self._write_lines([{"step": record.step, **record.values} for record in records])
 
     def _write_lines(self, lines: list[dict[str, Any]]) -> None:

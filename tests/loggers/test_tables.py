@@ -280,6 +280,11 @@ def test_a_metric_with_the_name_that_each_record_has_for_its_step_is_refused():
     learn.metrics = {"step": mae}
     with raises(ValueError, "named 'step', which JSONLogger", "writes for each record itself; give the metric another"):
         learn.fit(1)
+    learn.metrics = []
+    log = Callback(after_validate=lambda cb: cb.learn.log_metric("step", -7))  # after the steps' own records
+    with raises(ValueError, "named 'step', which JSONLogger"):
+        learn.fit(2, cbs=log)
+    assert "-7" not in Path("history.jsonl").read_text()
 
 
 def test_a_name_that_a_record_of_a_step_has_already_is_refused():
