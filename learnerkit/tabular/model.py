@@ -113,8 +113,8 @@ def tabular_learner(
         learner_kwargs: for `Learner`.
 
     Raises:
-        TypeError, ValueError: other loaders, a size for a column that is not one of categories, or `class_weights` that
-            do not fit.
+        TypeError, ValueError: other loaders, a size for a column that is not one of categories, `y_range` for classes,
+            or `class_weights` that do not fit.
     """
     if not isinstance(dls, TabularDataLoaders):
         raise TypeError(f"got a {type(dls).__name__}; tabular_learner takes what TabularData's dataloaders() returns")
@@ -123,6 +123,11 @@ def tabular_learner(
     if unknown := set(sizes) - set(entries):
         raise ValueError(
             f"embedding_sizes has {first_few(unknown)}; the columns of categories are {first_few(entries)}"
+        )
+    if y_range is not None and data.classes is not None:
+        raise ValueError(
+            f"got y_range={y_range}; it is for a number, and the scores of the classes of {data.target.name!r} have no "
+            "bounds: leave it out"
         )
     embeddings = [(n, sizes.get(name, embedding_size(n))) for name, n in entries.items()]
     loss: nn.Module = nn.MSELoss() if data.classes is None else nn.CrossEntropyLoss()

@@ -140,6 +140,8 @@ def test_tabular_learners_take_the_options_of_a_learner():
     assert not any(isinstance(m, nn.BatchNorm1d) for m in learn.model.modules())
     with raises(ValueError, "embedding_sizes has area", "are town"):
         tabular_learner(dls, embedding_sizes={"area": 3})
+    with raises(ValueError, "got y_range=(0, 1)", "classes of 'dear'"):
+        tabular_learner(loaders("dear"), y_range=(0, 1))
     with raises(TypeError, "got a DataLoaders", "dataloaders()"):
         tabular_learner(DataLoaders.from_datasets(TensorDataset(torch.rand(4, 1), torch.rand(4, 1))))
 
