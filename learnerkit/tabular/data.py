@@ -137,8 +137,11 @@ class TabularData:
             learned,
             dates=dated,
         )
-        data.train_ds, data.valid_ds = data._dataset(train), data._dataset(rest) if len(rest) else None
         left = {name: seen for name, seen in roles.items() if name not in (*cats, *conts)}
+        if not (data.cats or data.conts):
+            why = f"; left out: {'; '.join(_reasons(left))}" if left else ""
+            raise ValueError(f"there is no column to predict {y!r} from: name some by cats= and conts={why}")
+        data.train_ds, data.valid_ds = data._dataset(train), data._dataset(rest) if len(rest) else None
         told |= {name: seen.told for name, seen in roles.items() if name not in left}
         if distributed.is_main():
             if decides:

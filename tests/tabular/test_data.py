@@ -385,6 +385,10 @@ def test_what_cannot_be_is_refused():
         ("got valid=[60]",): {"valid": [60]},
         ("a mask of the 60 rows",): {"valid": [True, False]},
         ("leaves 0 rows to train on and 60",): {"valid": range(60)},
+        ("no column to predict 'sold' from: name some by cats= and conts=",): {"cats": [], "conts": []},
+        ("no column to predict 'sold' from", "left out: same (one value); name (text that differs in most rows)"): {
+            "frame": frame[["sold", "same", "name"]], "cats": None, "conts": None,
+        },
         ("valid=0.2 leaves 2 rows to train on and 0",): {"frame": frame[:2]},
     }.items():  # fmt: skip
         with raises(ValueError, *parts):
