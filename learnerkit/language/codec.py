@@ -1,6 +1,7 @@
 """Texts as token ids, by a tokenizer of Hugging Face."""
 
 from collections.abc import Iterable, Sequence
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -46,6 +47,7 @@ class TextCodec:
                 "transformers that has a backend_tokenizer (AutoTokenizer.from_pretrained(...) gives one)"
             )
         self._tokenizer: Tokenizer = kind.from_str(inner.to_str())  # a copy, as its settings are changed
+        self._lock = Lock()  # for as long as a thread needs its settings
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         added = self._tokenizer.num_special_tokens_to_add(False)
@@ -70,31 +72,28 @@ class TextCodec:
         """The number of ids of tokens: one more than the largest."""
         return max(self._tokenizer.get_vocab().values()) + 1
 
-    def encode(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """Return the token ids of all texts one after the other (int32), and how many each text has."""
-        if self.max_len is not None:
-            self._tokenizer.enable_truncation(self.max_len)
-        return self._encode(texts, lambda ids: ids or [self.pad])  # A batch needs a token of each.
+    def encode(self, texts: Sequence[str], whole: bool = False) -> tuple[Tensor, Tensor]:
+        """Return the token ids of all texts one after the other (int32), and how many each text has.
+
+        Args:
+            texts: the texts.
+            whole: neither cut texts nor add tokens.
+        """
+        return self._encode(texts, whole, lambda ids: ids or [self.pad])  # A batch needs a token of each.
 
     def encode_stream(self, texts: Sequence[str]) -> Tensor:
         """Return the token ids (int32) of all texts, each whole and followed by `end`, without other additions."""
         end = [] if self.end is None else [self.end]
-        return self._encode_whole(texts, lambda ids: ids + end)[0]
+        return self._encode(texts, True, lambda ids: ids + end)[0]
 
-    def encode_whole(self, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """Return what `encode` does, of whole texts without additions."""
-        return self._encode_whole(texts, lambda ids: ids or [self.pad])
-
-    def _encode_whole(self, texts: Sequence[str], finish: Any) -> tuple[Tensor, Tensor]:
-        self._tokenizer.no_truncation()
-        return self._encode(texts, finish, add_special_tokens=False)
-
-    def _encode(self, texts: Sequence[str], finish: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    def _encode(self, texts: Sequence[str], whole: bool, finish: Any) -> tuple[Tensor, Tensor]:
         parts, lengths = [np.empty(0, np.int32)], list[int]()
         for start in range(0, len(texts), _AT_ONCE):
             some = checked_texts(texts[start : start + _AT_ONCE])
             try:
-                encodings = self._tokenizer.encode_batch_fast(some, **options)
+                with self._lock:
+                    self._cut_at(None if whole else self.max_len)
+                    encodings = self._tokenizer.encode_batch_fast(some, add_special_tokens=not whole)
             except TypeError:
                 _refuse_halves(some, start)
                 raise
@@ -103,14 +102,21 @@ class TextCodec:
             lengths += map(len, encoded)
         return torch.from_numpy(np.concatenate(parts)), torch.tensor(lengths)
 
+    def _cut_at(self, max_len: int | None) -> None:
+        self._tokenizer.no_truncation()
+        if max_len is not None:
+            self._tokenizer.enable_truncation(max_len)
+
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of some ids, without the tokens that the tokenizer adds."""
         return self._tokenizer.decode([int(i) for i in ids]).strip()
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values that `from_json` reads, among them the tokenizer's own JSON as text."""
-        self._tokenizer.no_truncation()
-        return {"tokenizer": self._tokenizer.to_str(), "max_len": self.max_len, "pad": self.pad, "end": self.end}
+        with self._lock:
+            self._cut_at(None)
+            text = self._tokenizer.to_str()
+        return {"tokenizer": text, "max_len": self.max_len, "pad": self.pad, "end": self.end}
 
     @classmethod
     def from_json(cls, state: dict[str, Any]) -> "TextCodec":

@@ -180,8 +180,7 @@ class TextData:
 
     def encode(self, texts: Sequence[str]) -> EncodedTexts:
         """Encode new texts; those for a language model whole and without additions, as the texts that it learned."""
-        codec = self.codec
-        return EncodedTexts(*(codec.encode_whole(texts) if self.classes is None else codec.encode(texts)))
+        return EncodedTexts(*self.codec.encode(texts, whole=self.classes is None))
 
     def decode(self, sample: Mapping[str, Tensor]) -> str:
         """Return the text of a sample, a row of a batch."""
@@ -364,11 +363,7 @@ def _numbered(labels: Iterable, n: int) -> tuple[np.ndarray, list]:
 
 def _check_classes(classes: list, trained: set[int]) -> None:
     if len(classes) < 2:
-        raise ValueError(
-            f"all texts have the class {classes[0]!r}; there is nothing to learn"
-            if classes
-            else "got no texts to train on"
-        )
+        raise ValueError(f"all texts have the class {classes[0]!r}; there is nothing to learn")
     if unknown := [name for i, name in enumerate(classes) if i not in trained]:
         raise ValueError(
             f"validated on, but not trained on: the classes {first_few(map(str, unknown))}; choose another valid="

@@ -2,6 +2,7 @@
 
 import pickle
 import sys
+from threading import Thread
 
 import pytest
 import torch
@@ -77,6 +78,25 @@ def test_json_and_pickle_keep_all_of_it(tokenizer):
         assert parts(again) == parts(codec)
         assert again.to_json() == codec.to_json()
         assert (again.max_len, again.pad, again.end) == (5, 3, 4)
+
+
+def test_a_codec_may_be_stored_in_one_thread_while_another_one_encodes(tokenizer):
+    codec = TextCodec(tokenizer, max_len=3)
+    expected, inner = parts(codec), codec._tokenizer
+
+    class Interrupted:
+        def __getattr__(self, name):
+            return getattr(inner, name)
+
+        def encode_batch_fast(self, *args, **kwargs):
+            thread = Thread(target=codec.to_json)
+            thread.start()
+            thread.join(0.2)
+            return inner.encode_batch_fast(*args, **kwargs)
+
+    codec._tokenizer = Interrupted()
+    assert parts(codec) == expected
+    assert max(map(len, expected)) == 3
 
 
 def test_what_is_no_text_and_no_tokenizer(tokenizer):
