@@ -165,13 +165,13 @@ class TargetReader:
 
 
 def listed(names: Any, delim: str | None = None) -> Collection[Any]:
-    """Return the classes of a picture, of which a text is divided at each `delim`.
+    """Return the classes of a picture, of which a text is divided at each `delim`; spaces around a name do not count.
 
     Raises:
         ValueError: a text and no `delim`, or something else than a collection.
     """
     if isinstance(names, str) and delim is not None:
-        return [name for name in names.split(delim) if name]
+        return [name for name in map(str.strip, names.split(delim)) if name]
     if isinstance(names, str) or not isinstance(names, Collection):
         raise ValueError(
             f"got {names!r} as the classes of a picture; they are a list or a set of names, or a text with delim=, "

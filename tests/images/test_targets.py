@@ -126,6 +126,12 @@ def test_a_row_without_values_is_a_picture_without_a_box(table, kind):
     assert boxes[1].tolist() == rows.loc[rows.held, corners].iloc[1:2].to_numpy(float).tolist()
 
 
+def test_spaces_around_the_classes_of_a_text_do_not_count():
+    data = ImageData.from_items([np.zeros((4, 4))] * 3, ["a, b", "b,c", ""], None, targets="classes", delim=",")
+    assert data.classes == ["a", "b", "c"]
+    assert [y.tolist() for _, y in data.train_ds.samples] == [[1, 1, 0], [0, 1, 1], [0, 0, 0]]
+
+
 def test_columns_of_0_and_1_are_named_after_their_classes(table):
     names = ["star", "circle", "square"]
     hot = table.assign(
