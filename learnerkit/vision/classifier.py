@@ -580,7 +580,7 @@ def _normalizing(normalize: Any, weights: Any, network: nn.Module, n_in: int) ->
         mean, std = ([float(number) for number in numbers] for numbers in normalize)
     except (TypeError, ValueError):
         raise TypeError(f"got normalize={normalize!r}; it is True, False, or (mean, std) of each channel") from None
-    if not len(mean) == len(std) == n_in or min(std) <= 0:
+    if not len(mean) == len(std) == n_in or not all(number > 0 for number in std):
         raise ValueError(f"got normalize={normalize!r}; n_in={n_in} needs as many means, and stds above 0")
     return Normalize(mean, std)
 

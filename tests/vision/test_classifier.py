@@ -526,6 +526,7 @@ def test_outputs_are_the_classes_of_the_data():
         ({"normalize": 0.5}, TypeError, r"got normalize=0.5; it is True, False, or \(mean, std\)"),
         ({"normalize": ([0.5], [0.5])}, ValueError, "n_in=3 needs as many means"),
         ({"normalize": ([0.5] * 3, [0.5, 0.5, 0.0])}, ValueError, "stds above 0"),
+        ({"normalize": ([0.5] * 3, [0.5, float("nan"), 0.5])}, ValueError, "stds above 0"),
         ({"lerning_rate": 1}, TypeError, "lerning_rate"),
     ],
 )
