@@ -154,6 +154,11 @@ def dense_parts(t: Tensor) -> list[Tensor]:
     return [t]
 
 
+def n_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of tensors; of sparse ones those of their parts."""
+    return sum(part.nbytes for t in tensors for part in dense_parts(t))
+
+
 def in_a_row(t: Tensor) -> Tensor:
     """Return a tensor's values as a row without gaps, so that it can be viewed as bytes; a copy only if it has gaps."""
     return t.contiguous().as_strided((t.numel(),), (1,))  # a single value is "contiguous" with any stride

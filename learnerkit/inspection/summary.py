@@ -1,6 +1,6 @@
 """A summary of a model: its layers in the order of the forward pass, their outputs, parameters, and memory."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from learnerkit.shards import local
 from learnerkit.state import Learner
 from learnerkit.text import in_units
 from learnerkit.utils import count_parameters, overrides, replaced, unwrap
-from learnerkit.values import entries
+from learnerkit.values import entries, n_bytes
 
 
 class Layer(NamedTuple):
@@ -103,8 +103,8 @@ def summary(learn: "Learner") -> Summary:
         layers=list(_layers(model, calls)),
         total=sum(p.numel() for p in model.parameters()),
         trainable=sum(p.numel() for p in trained),
-        weights=_bytes((*model.parameters(), *model.buffers())),
-        gradients=_bytes(trained),
+        weights=n_bytes((*model.parameters(), *model.buffers())),
+        gradients=n_bytes(trained),
         state=_state_bytes(learn, trained),
         optimizer=", ".join(type(opt).__name__ for opt in learn.opts) or loss_name(learn.opt_func),
         kept=bytes_beside(model, kept),
@@ -210,15 +210,11 @@ def _shortened(text: str, width: int) -> str:
     return text if len(text) <= width else f"{text[:half]}...{text[-half:]}"
 
 
-def _bytes(tensors: Iterable) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)
-
-
 def _state_bytes(learn: "Learner", trained: list[nn.Parameter]) -> int | None:
     """Return the bytes of the optimizer's state; before its first step, those of a step on meta tensors."""
     tensors = state_tensors(learn.opts)
     if tensors or overrides(learn, "create_opt"):
-        return _bytes(tensors) if tensors else None
+        return n_bytes(tensors) if tensors else None
     copies = [nn.Parameter(torch.empty_like(p, device="meta")) for p in trained]
     for p in copies:
         p.grad = torch.empty_like(p)
@@ -227,4 +223,4 @@ def _state_bytes(learn: "Learner", trained: list[nn.Parameter]) -> int | None:
         opt.step()
     except Exception:  # An optimizer may need a closure, or values.
         return None
-    return _bytes(state_tensors([opt]))
+    return n_bytes(state_tensors([opt]))

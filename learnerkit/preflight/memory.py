@@ -9,13 +9,14 @@ from learnerkit.callbacks.accumulation import GradientAccumulation
 from learnerkit.callbacks.precision import MixedPrecision
 from learnerkit.callbacks.recomputing import ActivationCheckpointing
 from learnerkit.inspection.undoing import state_tensors
-from learnerkit.preflight.prediction import MARGIN, Prediction, Seen, fake_steps, n_bytes, predict_memory
+from learnerkit.preflight.prediction import MARGIN, Prediction, Seen, fake_steps, predict_memory
 from learnerkit.preflight.report import HINT, WRONG, Finding, fine, unchecked
 from learnerkit.processes.rank_main import forget_frames
 from learnerkit.shards import local
 from learnerkit.state import Learner
 from learnerkit.text import counted, in_units
 from learnerkit.utils import memory_of, unwrap
+from learnerkit.values import n_bytes
 
 _UNITS = {"GiB": 2**30, "GB": 10**9, "MiB": 2**20, "MB": 10**6}
 

@@ -2,13 +2,13 @@
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from learnerkit import distributed
 from learnerkit.callback import Callback
@@ -24,7 +24,7 @@ from learnerkit.state import Learner
 from learnerkit.text import in_one_line
 from learnerkit.torch_internals import AllocatedBytes, LiveBytes, fake_mode, hook_tables, uncompiled
 from learnerkit.utils import itself, overrides, own_loss_arguments, replaced, spanned_devices, training_modes, unwrap
-from learnerkit.values import TensorFunction, dense_parts, describe, map_batch
+from learnerkit.values import TensorFunction, describe, map_batch, n_bytes
 
 MARGIN = 0.08
 """The share of the memory that is left for what is not seen: blocks between tensors, and what kernels take."""
@@ -292,8 +292,3 @@ def _peaks_of_passes(one: "Learner", seen: Seen, size: int, mode: str | None, li
     live.peak = live.now
     one._backward()
     return forward, live.peak
-
-
-def n_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of tensors; of sparse ones those of their parts."""
-    return sum(part.nbytes for t in tensors for part in dense_parts(t))

@@ -87,6 +87,7 @@ def test_sparse_buffers_and_scripted_parts_are_summed_up():
     body.register_buffer("graph", torch.eye(3).to_sparse())
     found = Learner(DataLoaders(DataLoader(make_data(8), 4), device="cpu"), body, nn.MSELoss()).summary()
     assert found.total == 4 * 4 + 4 + 4 + 1
+    assert found.weights == 4 * found.total + 3 * (4 + 2 * 8)  # a value of the buffer has two indices, of 8 bytes
 
 
 @pytest.mark.parametrize("broken", [False, True])

@@ -32,8 +32,9 @@ from learnerkit import (
 )
 from learnerkit.inspection.undoing import held_tensors, move_to_device
 from learnerkit.losses import weighting_of
-from learnerkit.preflight.prediction import Prediction, fake_steps, n_bytes, predict_memory, real_steps
+from learnerkit.preflight.prediction import Prediction, fake_steps, predict_memory, real_steps
 from learnerkit.torch_internals import LiveBytes
+from learnerkit.values import n_bytes
 
 
 def learner(model, x, y, loss=None, **kwargs):
