@@ -82,7 +82,8 @@ def first_few(names: Iterable[Any], joint: str = ", ", n: int = 5) -> str:
 
 def counted(n: float, noun: str) -> str:
     """Return a number and a noun, such as `1 sample` or `2 samples`."""
-    return f"{round(n, 2):.12g} {noun}{'' if n == 1 else 's'}"
+    n = round(n, 2)
+    return f"{n:.12g} {noun}{'' if n == 1 else 's'}"
 
 
 def format_time(seconds: float) -> str:

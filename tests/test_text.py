@@ -70,8 +70,8 @@ def test_text_that_is_safe_to_print():
 
 
 def test_a_number_has_its_noun():
-    assert [counted(n, "step") for n in (0, 1, 2, 1.0, 1.5, 10**8)] == [
-        "0 steps", "1 step", "2 steps", "1 step", "1.5 steps", "100000000 steps",
+    assert [counted(n, "step") for n in (0, 1, 2, 1.0, 0.999, 1.5, 10**8)] == [
+        "0 steps", "1 step", "2 steps", "1 step", "1 step", "1.5 steps", "100000000 steps",
     ]  # fmt: skip
 
 
