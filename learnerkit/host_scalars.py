@@ -43,10 +43,13 @@ class HostScalars:
     `append(value)` adds a number, or a 0-dim tensor without gradient, and never waits. `poll` takes the values that
     have arrived and starts to copy the rest; it should be called regularly, so that few small tensors stay on the
     device. `all` waits once, for all values.
+
+    Args:
+        values: numbers to begin with, such as those of a `state_dict`.
     """
 
-    def __init__(self) -> None:
-        self._host: list[float] = []
+    def __init__(self, values: Iterable[float] = ()) -> None:
+        self._host = list(values)
         self._pending: list[float | Tensor] = []
         self._copy: HostCopy | None = None
         self.append = self._pending.append  # the list's own method: this runs every step

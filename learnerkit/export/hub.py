@@ -101,9 +101,9 @@ def model_card(learn: "Learner", repo_id: str, file: str) -> str:
         metrics = zip(recorder.metric_names[1:], recorder.final_record, strict=False)
         measured = {name: f"{value:.6g}" for name, value in metrics}
     data = [type(learn.dls.data).__name__] if hasattr(learn.dls, "data") else []
-    options = [f", {name}" for name in (["make_model"] if file.endswith(SAFETENSORS) else [])]
-    options += [f", fname={file!r}", *(f", data={name}" for name in data)]
-    code = f"from learnerkit import {', '.join([*data, 'from_hub'])}\n\nlearn = from_hub({repo_id!r}{''.join(options)})"
+    is_weights = file.endswith(SAFETENSORS)
+    given = [repr(repo_id), *["make_model"] * is_weights, f"fname={file!r}", *(f"data={name}" for name in data)]
+    code = f"from learnerkit import {', '.join([*data, 'from_hub'])}\n\nlearn = from_hub({', '.join(given)})"
     if file.endswith(ONNX):
         code = _ONNX.format(repo_id=repo_id, file=file)
     rows |= measured
@@ -112,7 +112,7 @@ def model_card(learn: "Learner", repo_id: str, file: str) -> str:
         name=repo_id.rpartition("/")[2], model=type(unwrap(learn.model)).__name__, version=__version__,
         torch_version=torch.__version__,
         rows="\n".join(f"| {name} | {value} |" for name, value in cells),
-        code=code + (_WEIGHTS if file.endswith(SAFETENSORS) else ""), measured=_MEASURED if measured else "",
+        code=code + _WEIGHTS * is_weights, measured=_MEASURED if measured else "",
     )  # fmt: skip
 
 

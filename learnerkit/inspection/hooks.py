@@ -238,9 +238,7 @@ class ActivationStats(Callback):
     def load_state_dict(self, state: State) -> None:
         """Restore the recorded statistics."""
         self.layers, self.steps = list(state["layers"]), list(state["steps"])
-        self._values = HostScalars()
-        for value in state["values"]:
-            self._values.append(value)
+        self._values = HostScalars(state["values"])
         self._counts = [] if state["counts"] is None else list(state["counts"].unbind())
 
     # Plots

@@ -422,10 +422,8 @@ class GradientNoiseScale(Callback):
         self.value = state["value"]
         self.error = state["error"]
         self._rows = [Measured(*row) for row in state["rows"]]
-        self._own, self._row = HostScalars(), None
         ranks = [state["own"]] if "own" in state else state["ranks"] if distributed.is_main() else []
-        for value in (value for rank in ranks for row in rank for value in row):
-            self._own.append(value)
+        self._own, self._row = HostScalars(value for rank in ranks for row in rank for value in row), None
 
 
 class _Watch(Callback):

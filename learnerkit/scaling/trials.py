@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
+from itertools import cycle, islice
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -173,14 +174,8 @@ class _SameBatch(OverfitBatch):
 
     def before_train(self) -> None:
         if loader_len(self.learn.dl) is None:
-            self.learn.dl = LoaderView(self.learn.dl, _endless)
+            self.learn.dl = LoaderView(self.learn.dl, lambda dl: cycle(islice(dl, 1)))  # The trial ends it.
         super().before_train()
-
-
-def _endless(dl: Any) -> Iterator:
-    for batch in dl:
-        while True:  # The trial ends after its steps.
-            yield batch
 
 
 # Other loaders
