@@ -223,7 +223,8 @@ class ActivationStats(Callback):
     @property
     def stats(self) -> dict[str, dict[str, list[float]]]:
         """The 'mean', 'std' and 'near_zero' of each layer at each of `steps`. In a fit this is a host-device sync."""
-        values = torch.tensor(self._values.all(), dtype=torch.float64).view(-1, len(self.layers), len(_STATS))
+        shape = len(self.steps), len(self.layers), len(_STATS)
+        values = torch.tensor(self._values.all(), dtype=torch.float64).view(shape)
         return {layer: dict(zip(_STATS, values[:, i].T.tolist(), strict=True)) for i, layer in enumerate(self.layers)}
 
     def state_dict(self) -> State:

@@ -128,7 +128,7 @@ def test_they_take_part_in_a_fit_alone_and_go_on(plt, tmp_path):
     learn, stats = make_learner(), ActivationStats(with_hist=True)
     learn.add_cb(stats)
     learn.lr_find(num_it=10, show_plot=False, stop_div=False)
-    assert stats.steps == []
+    assert (stats.steps, stats.stats) == ([], {})
     with pytest.raises(ValueError, match="nothing was recorded"):
         stats.plot_layer_stats()
     learn.fit(1)
