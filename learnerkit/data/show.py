@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 WIDTH = 100  # the terminal columns that a table may take
 _LEAST = 8  # the least width to which a column is narrowed
 _COLUMNS = 12  # a vector with more numbers is shown in one cell
-_NUMBER = re.compile(r"[-+]?[\d,]*\.?\d*(e[-+]\d+)?|nan|-?inf")  # it also matches an empty text
+_NUMBER = re.compile(r"[-+]?[\d,]*\.?\d*(e[-+]\d+|%)?|nan|-?inf")  # it also matches an empty text
 WRONG = "wrong: "
 """The mark before a prediction that is not the target."""
 

@@ -171,15 +171,13 @@ def bytes_beside(model: nn.Module, kept: dict[int, torch.UntypedStorage]) -> int
 
 def _layers(model: nn.Module, calls: dict[nn.Module, list[str]]) -> Iterator[Layer]:
     """Yield the rows in the order of the first calls; modules that were not called follow the one before them."""
-    order, place = list(calls), -1
+    order, place = {module: i for i, module in enumerate(calls)}, -1
     placed = []
     for name, module in model.named_modules():
         own = list(module.parameters(recurse=False))
-        is_called = module in calls
-        if is_called:
-            place = order.index(module)
-        if own or (is_called and not list(module.children())):
-            placed.append((place, not is_called, name, module, own))
+        place = order.get(module, place)
+        if own or (module in calls and not list(module.children())):
+            placed.append((place, module not in calls, name, module, own))
     seen: set[Tensor] = set()
     for _, _, name, module, own in sorted(placed, key=lambda row: row[:2]):
         new = [p for p in own if p not in seen]

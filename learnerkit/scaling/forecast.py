@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from learnerkit import distributed
 from learnerkit.arguments import check_count
+from learnerkit.data.show import Table
 from learnerkit.endings import ExceptionReport
 from learnerkit.marks import collective, not_collective
 from learnerkit.parallel.data_parallel import DataParallelCallback
@@ -99,15 +100,16 @@ class Forecast:
 
     def table(self) -> str:
         """Return the rows as text."""
-        goal = "time" if self.noise is None else "time to loss"
-        lines = [["ranks", "step ms", "waiting", "efficiency", "samples/s", goal]]
-        for row in self.rows:
-            lines.append([
-                str(row.ranks), f"{row.step * 1e3:.4g}", f"{row.waiting / row.step:.0%}", f"{row.efficiency:.0%}",
+        names = ["ranks", "step ms", "waiting", "efficiency", "samples/s"]
+        names.append("time" if self.noise is None else "time to loss")
+        rows = [
+            [
+                row.ranks, f"{row.step * 1e3:.4g}", f"{row.waiting / row.step:.0%}", f"{row.efficiency:.0%}",
                 f"{row.samples:,.0f}", f"{row.time:.3g}",
-            ])  # fmt: skip
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        return "\n".join("  ".join(map(str.rjust, line, widths)) for line in lines)
+            ]
+            for row in self.rows
+        ]  # fmt: skip
+        return repr(Table(names, rows))
 
 
 class StepCost(NamedTuple):

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from learnerkit.data.show import pyplot
+from learnerkit.data.show import Table, pyplot
 from learnerkit.scaling.forecast import Forecast, StepCost
 from learnerkit.scaling.parts import ALARM, BACKWARD, COPY, FORWARD, INPUT, OPTIMIZER, PARTS, REDUCE, REST, Slowest
 from learnerkit.text import counted, first_few
@@ -272,12 +272,11 @@ class ScalingReport:
         names = dict.fromkeys([*self.parts, *other.parts])
         pairs += [(f"ms: {name}", 1e3 * other._mean(name), 1e3 * self._mean(name)) for name in names]
         pairs.append(("ms: a step", 1e3 * other.seconds, 1e3 * self.seconds))
-        width = max(len(name) for name, _, _ in pairs)
-        lines = [f"{'mean of the ranks':<{width}}  {'before':>10}  {'now':>10}  change"]
-        for name, before, now in pairs:
-            change = f"{now / before - 1:+6.0%}" if before > 0 else "     -"
-            lines.append(f"{name:<{width}}  {before:10,.2f}  {now:10,.2f}  {change}")
-        return "\n".join(lines)
+        rows = [
+            [name, f"{before:,.2f}", f"{now:,.2f}", f"{now / before - 1:+.0%}" if before > 0 else "-"]
+            for name, before, now in pairs
+        ]
+        return repr(Table(["mean of the ranks", "before", "now", "change"], rows))
 
     def _mean(self, part: str) -> float:
         return sum(self.parts.get(part, [0.0])) / self.ranks

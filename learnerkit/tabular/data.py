@@ -226,7 +226,7 @@ class TabularData:
                     f"some values of {self.target.name!r} are infinite, or above the 3.4e38 of float32; leave these "
                     "rows out, or divide the column"
                 )
-            return TensorDataset(*self._encoded(frame), _stack([values], len(frame), np.float32))
+            return TensorDataset(*self._encoded(frame), torch.from_numpy(values[:, None]))
         classes = self.target.encode(column) - 1
         if (classes < 0).any():
             unknown = first_few(map(repr, column[classes < 0].unique().tolist()))
