@@ -25,6 +25,12 @@ def check_columns(frame: Any, names: Iterable[Any]) -> None:
             raise ValueError(f"there is no column {name!r}; the frame has {first_few(frame.columns, n=20)}{near}")
 
 
+def sizes_of(data: Any, unit: str) -> list[str]:
+    """Describe how many samples there are to train and to validate on, such as '80 rows to train on'."""
+    parts = ((data.train_ds, "train on"), (data.valid_ds, "validate on"))
+    return [f"{len(ds):,} {unit} to {what}" for ds, what in parts if ds is not None]
+
+
 def _array(valid: Any) -> np.ndarray:
     """Return an array, of truth values if these are objects, as in a frame that was joined with another."""
     rows = np.asarray(valid)

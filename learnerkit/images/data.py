@@ -20,7 +20,7 @@ from learnerkit import distributed
 from learnerkit.callbacks.augmentation import BatchTransform
 from learnerkit.data.loaders import ONLY_INPUTS, DataLoaders, check_classes, class_names
 from learnerkit.data.order import keep_seeds
-from learnerkit.data.parts import check_columns, held_out
+from learnerkit.data.parts import check_columns, held_out, sizes_of
 from learnerkit.data.show import DRAWN
 from learnerkit.export.reading import NoData
 from learnerkit.images.augmentation import ImageAugmentation
@@ -273,10 +273,9 @@ class ImageData:
         return cls(datasets[0], datasets[1] if len(datasets) > 1 else None, names, targets=targets, **reading)
 
     def __repr__(self) -> str:
-        parts = ((self.train_ds, "train on"), (self.valid_ds, "validate on"))
         (height, width), channels = self.reader.size, "gray" if self.reader.channels == 1 else "colours"
         lines = [
-            ", ".join([type(self).__name__, *(f"{len(ds):,} pictures to {what}" for ds, what in parts if ds)]),
+            ", ".join([type(self).__name__, *sizes_of(self, "pictures")]),
             f"  size        {height} x {width}, {channels}, {self.reader.method}",
             *([f"  classes     {first_few(self.classes)}"] if self.classes else []),
         ]

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from learnerkit.data.lengths import LengthBatches
 from learnerkit.data.loaders import ONLY_INPUTS, DataLoaders
-from learnerkit.data.parts import check_columns, held_out
+from learnerkit.data.parts import check_columns, held_out, sizes_of
 from learnerkit.data.weights import sample_weights
 from learnerkit.export.reading import NoData
 from learnerkit.language.batches import IGNORED, EncodedTexts, Padded, TokenBlocks
@@ -162,9 +162,7 @@ class TextData:
         return cls.from_texts(map(_read, files), labels, valid, **kwargs)
 
     def __repr__(self) -> str:
-        parts = ((self.train_ds, "train on"), (self.valid_ds, "validate on"))
-        unit = "tokens" if self.classes is None else "texts"
-        sizes = [f"{len(ds):,} {unit} to {what}" for ds, what in parts if ds is not None]
+        sizes = sizes_of(self, "tokens" if self.classes is None else "texts")
         classes = [] if self.classes is None else [f"{len(self.classes)} classes: {first_few(self.classes)}"]
         return f"{type(self).__name__}({', '.join([*sizes, f'{self.vocab_size:,} different tokens', *classes])})"
 

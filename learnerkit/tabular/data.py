@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from learnerkit import distributed
 from learnerkit.data.loaders import ONLY_INPUTS, DataLoaders
-from learnerkit.data.parts import check_columns, held_out
+from learnerkit.data.parts import check_columns, held_out, sizes_of
 from learnerkit.export.reading import NoData
 from learnerkit.tabular import dates as date_parts
 from learnerkit.tabular.choice import Seen, look, no_numbers
@@ -152,13 +152,12 @@ class TabularData:
         return data
 
     def __repr__(self) -> str:
-        parts = ((self.train_ds, "train on"), (self.valid_ds, "validate on"))
-        rows = [f"{len(ds):,} rows to {what}" for ds, what in parts if ds is not None]
         categories = (f"{column.name} ({len(column.values)})" for column in self.cats)
         numbers = (str(column.name) for column in self.conts)
         target = "a number" if self.classes is None else first_few(self.classes)
         return "\n".join([
-            ", ".join([type(self).__name__, *rows]), _said("categories", categories), _said("numbers", numbers),
+            ", ".join([type(self).__name__, *sizes_of(self, "rows")]),
+            _said("categories", categories), _said("numbers", numbers),
             *([_said("dates", (str(column.name) for column in self.dates))] if self.dates else []),
             _said("target", [f"{self.target.name}: {target}"]),
         ])  # fmt: skip
