@@ -846,7 +846,9 @@ def test_a_script_that_a_loaders_worker_would_run_again_is_told_of_its_guard(lau
 
 @pytest.mark.slow
 def test_a_program_may_put_a_main_module_of_its_own_in_the_place_of_the_scripts_as_marimo_does(launched, tmp_path):
-    (tmp_path / "train.py").write_text("from learnerkit import distributed\nprint('sum', sum(distributed.all_gather(1)))\n")
+    (tmp_path / "train.py").write_text(
+        "from learnerkit import distributed\nprint('sum', sum(distributed.all_gather(1)))\n"
+    )
     runner = "import multiprocessing, runpy\nrunpy.run_path('train.py', run_name='__main__')\n"
     (tmp_path / "runner.py").write_text(runner)
     code, out, err = launched("--nproc", 2, "runner.py", cwd=tmp_path).finish()
