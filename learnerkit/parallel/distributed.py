@@ -22,6 +22,7 @@ from learnerkit.data.order import generators_of, put_states, states_at_start, st
 from learnerkit.large.mapped import check_values
 from learnerkit.large.units import outermost, units
 from learnerkit.marks import collective
+from learnerkit.metrics.meters import metric_names
 from learnerkit.parallel.agreement import Agreement, RankDispatch
 from learnerkit.parallel.averager import Averager
 from learnerkit.parallel.left_batch import LeftBatch, StandIn
@@ -212,11 +213,13 @@ class DistributedCallback(Callback):
             "batches of validation": loader_len(valid),
             "learning rates": [float(g["lr"]) for opt in learn.opts for g in opt.param_groups],
             "parameters": sum(p.numel() for p in learn.model.parameters()),
+            "metrics": ", ".join(metric_names(learn.metrics)),
             **_settings(learn.cbs),
         }
         place = socket.gethostname(), list(map(str, spanned_devices(learn.model)))
         own = [list(_content(getattr(dl, "dataset", dl))) for dl in (train, valid)]
-        places, everyone, contents = zip(*distributed.all_gather((place, facts, own)), strict=True)
+        kinds = {type(cb).__name__ for cb in _everywhere(learn.cbs) if is_ours(type(cb)) and not cb.only_fit}
+        places, everyone, contents, acting = zip(*distributed.all_gather((place, facts, own, kinds)), strict=True)
         check_devices(places)
         for name in dict.fromkeys(name for other in everyone for name in other):
             # Some ranks may lack a callback.
@@ -226,6 +229,12 @@ class DistributedCallback(Callback):
                 raise ValueError(
                     f"fit differs between ranks in its {name} ({by_rank}); every rank must make the same call"
                 )
+        if alone := set().union(*acting).difference(set.intersection(*acting)):
+            self.tell_once(
+                f"{', '.join(sorted(alone))}: not on every rank, so that what it does to training and validation it "
+                "does on some ranks alone: values are mixed, or ranks wait for each other for ever. Give all ranks the "
+                "same callbacks; those that save, log or print do so on rank 0 by themselves (errors.html#peers)"
+            )
         if any(other != own for other in contents):
             self.tell_once(
                 "the datasets are not the same on all ranks, so samples are read twice or never, and validation may "
@@ -480,15 +489,20 @@ def _some(x: Any, most: int = 20) -> Any:
     return x[:: len(x) // most + 1]
 
 
+def _everywhere(cbs: Iterable[Callback]) -> list[Callback]:
+    "Return the callbacks that run on every rank that has them."
+    return [cb for cb in cbs if cb.run and not cb.rank0_only]
+
+
 def _settings(cbs: Iterable[Callback]) -> dict[str, str]:
     """Return the plain arguments of the library's callbacks that run on every rank: many decide when ranks communicate.
 
     A user's subclass is listed with the arguments of its base; the user's own arguments may differ by rank.
     """
     settings: dict[str, str] = {}
-    for cb in cbs:
+    for cb in _everywhere(cbs):
         base = next(kind for kind in type(cb).__mro__ if is_ours(kind))
-        if base is Callback or cb.rank0_only or not cb.run:
+        if base is Callback:
             continue
         for name, value in vars(cb).items():
             if name in signature(base).parameters and isinstance(value, int | float | str | None):

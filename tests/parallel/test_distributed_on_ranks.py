@@ -27,12 +27,15 @@ from learnerkit import (
     CSVLogger,
     DataLoaders,
     DistributedCallback,
+    EarlyStoppingCallback,
     GradientClip,
     GradientNoiseScale,
     Learner,
+    Profiler,
     ValidateEvery,
     accuracy,
     distributed,
+    error_rate,
     on_rank0,
     set_seed,
 )
@@ -268,7 +271,7 @@ def test_a_callback_that_was_made_otherwise_on_another_rank_is_named_at_once():
     class Clip(GradientClip):
         pass
 
-    learn = make_learner(cbs=[Mine(distributed.rank()), *([EMA()] if distributed.is_main() else [])])
+    learn = make_learner(cbs=[Mine(distributed.rank()), *([EarlyStoppingCallback()] if distributed.is_main() else [])])
     different = {
         "CheckpointCallback(every=) (rank 0: 5, rank 1: 6": CheckpointCallback("run", every=5 + distributed.rank()),
         "ValidateEvery(n=) (rank 0: 5, rank 1: 6": ValidateEvery(5 + distributed.rank()),
@@ -280,7 +283,22 @@ def test_a_callback_that_was_made_otherwise_on_another_rank_is_named_at_once():
             learn.fit(1, cbs=cbs)
     with learn.distrib_ctx(), learn.no_logging():
         learn.fit(1, cbs=[GradientClip(), ValidateEvery(3), CSVLogger(f"rank {distributed.rank()}.csv")])
-    assert learn.ema if distributed.is_main() else True
+    assert learn.early_stopping if distributed.is_main() else True
+
+
+def test_callbacks_and_metrics_that_some_ranks_lack_are_named():
+    """An average on rank 0 alone mixes two models in the valid loss; metrics in one place would be averaged as one."""
+    first = distributed.is_main()
+    for ours, words in ((EMA(), "EMA: not on every rank"), (CSVLogger("first.csv"), ""), (Profiler("first"), "")):
+        learn = make_learner(cbs=ours if first else None)
+        with warnings.catch_warnings(record=True) as caught, learn.no_logging(), learn.distrib_ctx():
+            warnings.simplefilter("always")
+            learn.fit(1)
+        told = [str(w.message) for w in caught if "not on every rank" in str(w.message)]
+        assert [t.startswith(words) for t in told] == [True] * bool(words and first)
+    learn = make_learner(metrics=accuracy if first else error_rate)
+    with learn.distrib_ctx(), raises(ValueError, "differs between ranks in its metrics (rank 0: accuracy, rank 1: err"):
+        learn.fit(1)
 
 
 def test_batch_norm_is_put_back_ends_alike_and_warns_once():
