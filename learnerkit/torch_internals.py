@@ -97,9 +97,14 @@ def plain_call(model: nn.Module) -> Callable:
     return model._call_impl
 
 
-def without_compiler(model: nn.Module) -> nn.Module:
-    """Return the module inside the wrapper that `torch.compile(module)` makes, or `model` itself."""
-    return getattr(model, "_orig_mod", model)
+def without_compiler(compiled: Any) -> Any:
+    """Return the module or function inside the wrapper that `torch.compile` makes, or what it got itself."""
+    if isinstance(compiled, nn.Module):
+        return getattr(compiled, "_orig_mod", compiled)
+    function = getattr(compiled, "_torchdynamo_orig_callable", compiled)
+    # The compiler puts a function of torch itself, such as cross_entropy, into one more wrapper.
+    is_inline = getattr(function, "__globals__", {}).get("__name__") == "torch._dynamo.external_utils"
+    return function.__wrapped__ if is_inline else function
 
 
 def uncompiled() -> AbstractContextManager:

@@ -42,16 +42,16 @@ def listify(x: Any) -> list:
 
 
 def unbound(function: Any) -> tuple[Any, dict[str, Any]]:
-    """Return the function inside partials, and the keywords that they bind."""
+    """Return the function or module inside partials and compiled wrappers, and the keywords that partials bind."""
     keywords: dict[str, Any] = {}
-    while isinstance(function, partial):
+    while isinstance(function := without_compiler(function), partial):
         keywords = function.keywords | keywords
         function = function.func
     return function, keywords
 
 
 def owner_of(function: Any) -> Any:
-    """Return the object behind a loss: the function or module inside partials, or the object whose method this is."""
+    """Return the object behind a loss: the function or module inside wrappers, or the object whose method this is."""
     inner = unbound(function)[0]
     return inner.__self__ if ismethod(inner) else inner
 

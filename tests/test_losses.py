@@ -77,6 +77,21 @@ def _double(loss_func):
     return partial(loss_func, weight=CLASS_WEIGHTS.double())
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("loss_func", [nn.CrossEntropyLoss(CLASS_WEIGHTS.double()), F.cross_entropy], ids=type)
+def test_a_compiled_loss_averages_over_what_the_loss_in_it_does(loss_func):
+    compiled = torch.compile(loss_func, backend="eager", dynamic=True)
+    assert unwrap_partial(partial(compiled)) is loss_func
+    x, y = torch.randn(11, 3, dtype=torch.float64), torch.randint(3, (11,))
+    y[::3] = -100
+    assert split_and_join(compiled, x, y, (4, 7)) == pytest.approx(float(loss_func(x, y)), rel=1e-9)
+    dls = DataLoaders(DataLoader(TensorDataset(x, y), 4), device="cpu")
+    items = {"with_loss": True, "with_decoded": True}
+    found, expected = (Learner(dls, nn.Identity(), f).get_preds(0, **items) for f in (compiled, loss_func))
+    assert all(map(torch.equal, found, expected))
+
+
 @pytest.mark.parametrize("loss_func", [nn.MSELoss(), nn.L1Loss(), F.mse_loss, nn.BCEWithLogitsLoss(), nn.MSELoss(reduction="sum")])  # fmt: skip  # noqa: E501
 def test_means_over_samples_join_by_samples(loss_func):
     pred, target = torch.randn(11, 2, dtype=torch.float64), torch.rand(11, 2, dtype=torch.float64)

@@ -145,6 +145,9 @@ def test_the_wrapper_of_the_compiler_is_taken_off():
     model = nn.Linear(2, 2)
     assert torch_internals.without_compiler(torch.compile(model)) is model
     assert torch_internals.without_compiler(model) is model
+    for function in (nn.functional.cross_entropy, lambda x: x):
+        assert torch_internals.without_compiler(torch.compile(function)) is function
+        assert torch_internals.without_compiler(function) is function
 
 
 def test_the_tensors_of_a_module_are_its_own():
