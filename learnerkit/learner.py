@@ -1191,6 +1191,8 @@ class Learner(RunState):
         made = self.create_opt()
         self.opt = self.opt if made is None else made
         self._note_opt()
+        # A backward pass that the user has tried before is not part of the first step, and moves no frozen weights.
+        optim.clear_gradients(self.opt)
 
     def _note_opt(self) -> None:
         """Note the optimizer as one that the learner has made, and what it leaves out."""

@@ -8,7 +8,7 @@ from helpers import by_hand, fused_sgd, make_data, make_learner, make_model, sam
 from torch.optim import SGD, AdamW
 from torch.utils.data import DataLoader
 
-from learnerkit import DataLoaders, mae
+from learnerkit import DataLoaders, GradientAccumulation, mae
 
 OPTS = {
     "momentum": lambda params, lr: SGD(params, lr=lr, momentum=0.9),
@@ -64,6 +64,23 @@ def test_a_shuffled_fit_sees_the_order_of_a_loop_by_hand(from_datasets, bs, epoc
     torch.manual_seed(7)
     by_hand(model, DataLoader(data, bs, shuffle=True), sum(epochs), fused_sgd(model.parameters(), lr=0.05))
     assert same_weights(learn.model, model)
+
+
+@pytest.mark.parametrize("accumulated", [False, True])
+def test_a_backward_pass_before_the_first_fit_is_not_part_of_its_first_step(accumulated):
+    fits = []
+    for tried in (False, True):
+        learn = make_learner(cbs=GradientAccumulation(n_batches=2) if accumulated else None)
+        layer = next(m for m in learn.model.modules() if [*m.parameters(recurse=False)])
+        frozen = [p.clone() for p in layer.parameters()]
+        if tried:
+            x, y = learn.dls.one_batch()
+            learn.loss_func(learn.model(x), y).backward()
+        layer.requires_grad_(False)
+        learn.fit(1)
+        assert all(map(torch.equal, layer.parameters(), frozen))
+        fits.append(learn.model)
+    assert same_weights(*fits)
 
 
 def test_one_shuffled_epoch_with_dropout_is_a_loop_by_hand():
