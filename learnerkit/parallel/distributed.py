@@ -231,9 +231,10 @@ class DistributedCallback(Callback):
                 )
         if alone := set().union(*acting).difference(set.intersection(*acting)):
             self.tell_once(
-                f"{', '.join(sorted(alone))}: not on every rank, so that what it does to training and validation it "
-                "does on some ranks alone: values are mixed, or ranks wait for each other for ever. Give all ranks the "
-                "same callbacks; those that save, log or print do so on rank 0 by themselves (errors.html#peers)"
+                f"{', '.join(sorted(alone))}: some ranks are without it, so values of different kinds are mixed, or "
+                "ranks wait for each other for ever. Give all ranks the same callbacks; those that save, log or print "
+                "do so on rank 0 by themselves (errors.html#peers)",
+                by=learn.say,
             )
         if any(other != own for other in contents):
             self.tell_once(
