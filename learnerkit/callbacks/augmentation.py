@@ -6,14 +6,14 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from learnerkit import arguments, distributed
 from learnerkit.callback import Callback, running
 from learnerkit.data.rows import draw_seed
 from learnerkit.distributed import seeds
 from learnerkit.losses import no_loss
-from learnerkit.utils import overrides, replaced
+from learnerkit.utils import overrides, owner_of, replaced, spanned_devices
 from learnerkit.values import describe
 
 
@@ -61,7 +61,8 @@ class BatchTransform(_Drawing):
     are those of a fit without it, ranks draw different ones, and a resumed fit draws the same ones.
 
     Args:
-        fn: f(x) -> x, such as a transform of `torchvision.transforms.v2`, on the first of the inputs.
+        fn: f(x) -> x, such as a transform of `torchvision.transforms.v2`, on the first of the inputs. A module is moved
+            to the loaders' device, as the model is.
         train: apply it in training.
         valid: apply it in validation and prediction.
         with_targets: call f(x, y) -> (x, y) instead; `y` is a tuple if there are several targets.
@@ -83,6 +84,19 @@ class BatchTransform(_Drawing):
         self.run_train = train
         self.run_valid = valid
         self.with_targets = with_targets
+
+    def before_train(self) -> None:
+        super().before_train()
+        self._move()
+
+    def before_validate(self) -> None:
+        super().before_validate()
+        self._move()
+
+    def _move(self) -> None:
+        "Move a module with buffers, such as the filters of a spectrogram."
+        if isinstance(fn := owner_of(self.fn), nn.Module) and not spanned_devices(fn):
+            fn.to(self.learn.dls.device)
 
     def before_batch(self) -> None:
         learn = self.learn

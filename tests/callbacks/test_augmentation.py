@@ -1,5 +1,8 @@
 """BatchTransform, MixUp and CutMix: what they mix, and what they draw."""
 
+from contextlib import nullcontext
+from functools import partial
+
 import pytest
 import torch
 from helpers import (
@@ -389,3 +392,25 @@ def test_on_ranks_each_draws_its_own(found):
     assert (sizes, others) == ([2, 2, 1], [2, 2, 0])
     assert set(first).isdisjoint(second)
     assert len({*first, *second}) == 9
+
+
+@pytest.mark.parametrize("run", [lambda learn: learn.fit(1), lambda learn: learn.get_preds(1)])
+@pytest.mark.parametrize("given", [lambda fn: fn, lambda fn: fn.forward, lambda fn: partial(fn)])
+def test_a_transform_with_buffers_is_moved_to_the_device_of_the_batches(run, given, monkeypatch):
+    class Ends(Exception):
+        pass
+
+    class Scale(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("by", torch.tensor(2.0))
+
+        def forward(self, x):
+            assert self.by.device == x.device  # torch multiplies by one number of any device, but not by filters
+            raise Ends
+
+    monkeypatch.setattr(seeds, "own_stream", lambda seed, device: nullcontext())  # "meta" has no random generator
+    dls = DataLoaders.from_datasets(make_images(), make_images(), bs=4, device="meta")
+    learn = image_learner(BatchTransform(given(Scale()), train=True, valid=True), dls=dls)
+    with pytest.raises(Ends):
+        run(learn)
