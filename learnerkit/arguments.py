@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from learnerkit import distributed
 from learnerkit.callback import Callback, check_hooks, is_ours
@@ -157,9 +158,10 @@ def check_loss(learn: "Learner") -> None:
 def check_callback(learn: "Learner", cb: Any) -> None:
     """Refuse an object that is not a callback, or a callback that cannot be added to this learner, or not now."""
     if not isinstance(cb, Callback):
-        library = library_of(cb)
+        library, is_scheduler = library_of(cb), isinstance(cb, LRScheduler)
         raise TypeError(
             f"got the callback {cb!r}; a callback is a learnerkit.Callback, its class, or Callback(after_batch=f)"
+            + (f". For a scheduler: TorchScheduler(lambda opt: {type(cb).__name__}(opt, ...))" if is_scheduler else "")
             + (f". This one was made for {library}, another library: {_advice_for(library)}" if library else "")
         )
     check_hooks(cb)

@@ -137,7 +137,7 @@ def count_parameters(model: nn.Module) -> str:
 
 _OTHERS = (
     "fastai", "lightning", "pytorch_lightning", "lightning_fabric", "transformers", "accelerate", "keras", "ignite",
-    "composer", "skorch", "torchtnt",
+    "composer", "poutyne", "skorch", "torchtnt",
 )  # fmt: skip
 
 

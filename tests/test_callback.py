@@ -769,6 +769,8 @@ def foreign(name, library="fastai", **attributes):
 def test_parts_of_other_libraries_are_named():
     with pytest.raises(TypeError, match=r"got the callback .*made for fastai, another library: derive its class from"):
         make_learner(cbs=foreign("MixUp")())
+    with pytest.raises(TypeError, match=r"made for poutyne, another library: write its hooks as methods named"):
+        make_learner(cbs=foreign("EarlyStopping", "poutyne")())
     with pytest.raises(TypeError, match=r"made for lightning, another library: write its hooks as methods named"):
         make_learner(cbs=type("Own", (foreign("Callback", "lightning"),), {}))
     with pytest.raises(TypeError, match=r"a DataLoaders of fastai, another library; pass learnerkit.DataLoaders\(dls"):
@@ -780,6 +782,12 @@ def test_parts_of_other_libraries_are_named():
             make_learner(opt_func=opt_func)
     with pytest.raises(TypeError, match=r"made for fastai, another library; it must be a torch optimizer"):
         make_learner(opt_func=lambda params, lr: foreign("Optimizer")()).fit(1)
+
+
+def test_a_scheduler_in_place_of_a_callback_is_told_what_takes_it():
+    scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1), 1)
+    with pytest.raises(TypeError, match=r"For a scheduler: TorchScheduler\(lambda opt: StepLR\(opt, ...\)\)$"):
+        make_learner(cbs=scheduler)
 
 
 def test_what_fastais_optimizers_have_is_explained_in_a_callback():

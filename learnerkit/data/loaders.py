@@ -6,6 +6,7 @@ from inspect import signature
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import (
@@ -751,10 +752,10 @@ def check_loader(dl: Any, name: str) -> None:
             f"the {name} loader is a {type(dl).__name__}, which cannot be iterated over; "
             "pass a DataLoader or another iterable of batches"
         )
-    if isinstance(dl, Dataset | Tensor) and not isinstance(dl, IterableDataset):
+    if isinstance(dl, Dataset | Tensor | np.ndarray) and not isinstance(dl, IterableDataset):
         raise TypeError(
             f"the {name} loader is a dataset ({type(dl).__name__}); use DataLoaders.from_datasets, or put it into a "
-            "DataLoader"
+            "DataLoader" + (", or new inputs into dls.test_dl(inputs)" if name == "given" else "")
         )
 
 

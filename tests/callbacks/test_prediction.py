@@ -958,9 +958,11 @@ def test_one_score_for_each_sample_has_the_probability_of_yes():
 
 def test_a_dataset_is_no_loader():
     learn = classifier()
-    for given in (learn.dls.valid_ds, torch.zeros(4, 4)):
+    for given in (learn.dls.valid_ds, torch.zeros(4, 4), np.zeros((4, 4), "float32")):
         for read in (learn.get_preds, learn.validate):
-            with pytest.raises(TypeError, match="the given loader is a dataset .*put it into a DataLoader"):
+            with pytest.raises(
+                TypeError, match=r"the given loader is a dataset .*put it into a DataLoader, or .*test_dl\(inputs\)"
+            ):
                 read(dl=given)
 
 

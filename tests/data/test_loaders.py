@@ -3,6 +3,7 @@
 from collections import namedtuple
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from helpers import Seen, make_dls, make_learner
@@ -45,6 +46,8 @@ def test_what_is_no_loader_is_refused():
         DataLoaders(3)
     with pytest.raises(TypeError, match="validation loader is a dataset"):
         DataLoaders([1], numbers(3))
+    with pytest.raises(TypeError, match=r"training loader is a dataset \(ndarray\); use DataLoaders.from_datasets"):
+        DataLoaders(np.zeros((6, 4), "float32"), np.zeros(6))
 
 
 def test_loaders_are_found_by_name_and_number():
