@@ -264,6 +264,8 @@ def _made(opt_func: Callable, groups: list[dict], lr: float, model: nn.Module) -
             made = opt_func([dict(group) for group in groups], lr=lr, fused=True)
             if isinstance(made, SGD):
                 _start_momenta_late(made)
+            if all(p.device.type == "cpu" for p in parameters_of([made])):
+                _keep_layouts(made)
             return made
         except RuntimeError:  # there is no fused kernel for this device, or for these types
             pass
@@ -285,6 +287,31 @@ def _start_momenta_late(opt: SGD) -> None:
                     opt.state[p]["momentum_buffer"] = torch.zeros_like(p)
 
     opt.register_step_pre_hook(start)
+
+
+def _keep_layouts(opt: Optimizer) -> None:
+    """Give gradients and state the memory layout of their parameter, which the fused kernels for the CPU do not check.
+
+    They differ where a program sets `p.data`, or a `p.grad` that it has computed itself. Parameters with gaps in their
+    memory, which no kernel takes, are trained by the plain implementation.
+    """
+    known = list[Any]()
+
+    def lay_out(opt: Any, *_: Any) -> None:
+        params = [p for group in opt.param_groups if group["fused"] for p in group["params"]]
+        if (strides := [p.stride() for p in params]) != known:
+            known[:] = strides
+            state_to_params(opt)
+            for group in opt.param_groups:  # a new tensor has the layout of another one, but none of its gaps
+                group["fused"] &= all(torch.empty_like(p).stride() == p.stride() for p in group["params"])
+        for p, stride in zip(params, strides, strict=True):
+            g = p.grad
+            if g is None or g.stride() == stride or is_shard(p):
+                continue
+            if any(n > 1 and i != j for n, i, j in zip(g.shape, g.stride(), stride, strict=True)):
+                p.grad = laid_out_as(p, g)
+
+    opt.register_step_pre_hook(lay_out)
 
 
 DEFAULT_RATE = 1e-3

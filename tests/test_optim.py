@@ -1272,6 +1272,53 @@ def test_torchs_optimizers_are_fused(opt_func):
     torch.testing.assert_close(weights(learn.model), weights(by_hand.model), rtol=1e-5, atol=1e-6)
 
 
+class SetsWeights(Callback):
+    """Sets the weights of a layer in the middle of a fit, as a spline layer of a KAN does that gets a new grid."""
+
+    run_valid = False
+
+    def __init__(self, lay_out):
+        super().__init__()
+        self.lay_out = lay_out
+
+    def before_batch(self):
+        if self.train_iter == 2:
+            weight = self.model[0].weight
+            weight.data = self.lay_out(weight.data)
+
+
+def by_columns(x):
+    return x.T.contiguous().T
+
+
+def with_gaps(x):
+    return torch.cat([x, x], 1)[:, : x.shape[1]]
+
+
+class SetsGradients(Learner):
+    """Sets gradients whose memory layout is another one than that of the weights."""
+
+    def _backward(self):
+        params = list(self.model.parameters())
+        for p, g in zip(params, torch.autograd.grad(self.loss_grad, params), strict=True):
+            p.grad = by_columns(g) if g.ndim == 2 else g
+
+
+@pytest.mark.parametrize("lay_out", [None, by_columns, with_gaps])
+@pytest.mark.parametrize("opt_func", [Adam, AdamW, partial(torch.optim.SGD, momentum=0.9), SGD, torch.optim.Adagrad])
+def test_fused_optimizers_take_weights_and_gradients_of_any_memory_layout(lay_out, opt_func):
+    def trained(**options):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 1))
+        kind, cbs = (Learner, SetsWeights(lay_out)) if lay_out else (SetsGradients, None)
+        learn = kind(make_dls(), model, nn.MSELoss(), opt_func=partial(opt_func, **options), lr=0.1, cbs=cbs)
+        learn.fit(2)
+        assert learn.opt.param_groups[0]["fused"] is (not options and lay_out is not with_gaps)
+        return model.state_dict()
+
+    torch.testing.assert_close(trained(), trained(fused=False), atol=1e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("option", [{"fused": False}, {"foreach": True}, {"differentiable": True}])
 def test_an_implementation_that_was_chosen_is_left(option):
     learn = make_learner(opt_func=partial(partial(AdamW, **option), weight_decay=0.1))
