@@ -305,13 +305,12 @@ def _keep_layouts(opt: Optimizer) -> None:
             for group in opt.param_groups:  # a new tensor has the layout of another one, but none of its gaps
                 dense = all(torch.empty_like(p).stride() == p.stride() for p in group["params"])
                 group["fused"] = group["fused"] and dense
-        pairs = [
-            (p, g) for p, own in zip(params, strides, strict=True) if (g := p.grad) is not None and g.stride() != own
-        ]
-        for p, g in pairs:
-            steps = zip(g.shape, g.stride(), p.stride(), strict=True)
-            if not is_shard(p) and any(n > 1 and i != j for n, i, j in steps):
-                p.grad = laid_out_as(p, g)
+        for p, own in zip(params, strides, strict=True):
+            grad = p.grad
+            if grad is None or grad.stride() == own or is_shard(p):
+                continue
+            if any(n > 1 and i != j for n, i, j in zip(grad.shape, grad.stride(), own, strict=True)):
+                p.grad = laid_out_as(p, grad)
 
     opt.register_step_pre_hook(lay_out)
 
