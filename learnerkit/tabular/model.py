@@ -11,6 +11,7 @@ from learnerkit.learner import Learner
 from learnerkit.tabular.columns import Numbers
 from learnerkit.tabular.data import TabularDataLoaders
 from learnerkit.text import first_few
+from learnerkit.utils import listify
 
 
 class TabularModel(nn.Module):
@@ -24,7 +25,7 @@ class TabularModel(nn.Module):
             for the rest) and the size of their embeddings.
         n_cont: the numbers of a row.
         n_out: outputs.
-        layers: sizes of the hidden layers.
+        layers: the size of the hidden layer, or the sizes of several.
         dropout: after each hidden layer.
         embed_dropout: of the embeddings.
         bn: have BatchNorm in the hidden layers. On standardised numbers it seldom helps, and with it the numbers of
@@ -42,7 +43,7 @@ class TabularModel(nn.Module):
         embeddings: Sequence[tuple[int, int]],
         n_cont: int,
         n_out: int,
-        layers: Sequence[int] = (200, 100),
+        layers: int | Sequence[int] = (200, 100),
         *,
         dropout: float = 0.0,
         embed_dropout: float = 0.0,
@@ -53,7 +54,7 @@ class TabularModel(nn.Module):
         super().__init__()
         self.embeddings = nn.ModuleList(_embedding(n, size) for n, size in embeddings)
         self.embed_dropout = nn.Dropout(embed_dropout)
-        sizes = [sum(size for _, size in embeddings) + n_cont, *layers]
+        sizes = [sum(size for _, size in embeddings) + n_cont, *listify(layers)]
         parts: list[nn.Module] = []
         for n_in, n in zip(sizes, sizes[1:], strict=False):
             parts += [nn.Linear(n_in, n, bias=not bn), *([nn.BatchNorm1d(n)] if bn else []), nn.ReLU()]
@@ -87,7 +88,7 @@ def _embedding(n: int, size: int) -> nn.Embedding:
 
 def tabular_learner(
     dls: TabularDataLoaders,
-    layers: Sequence[int] = (200, 100),
+    layers: int | Sequence[int] = (200, 100),
     metrics: Any = None,
     *,
     loss_func: Callable[..., Tensor] | None = None,

@@ -43,7 +43,7 @@ def vision_learner(
     loss_func: Callable[..., Tensor] | None = None,
     normalize: bool | tuple[Sequence[float], Sequence[float]] = True,
     n_in: int = 3,
-    hidden: Sequence[int] = (512,),
+    hidden: int | Sequence[int] = (512,),
     dropout: float = 0.5,
     custom_head: nn.Module | None = None,
     splitter: Callable[[nn.Module], Iterable[Any]] | None = None,
@@ -80,7 +80,7 @@ def vision_learner(
         n_in: channels of the images. Unless it is 3 the first convolution is changed: one channel gets the sum of the
             three channels' weights, two get the first two times 1.5, and those beyond three start at zero; `normalize`
             then uses the average of its numbers. With 3, gray images of one channel are repeated.
-        hidden: sizes of the head's hidden layers.
+        hidden: the size of the head's hidden layer, or the sizes of several.
         dropout: before the head's last layer; half of it before each hidden layer.
         custom_head: a module that takes the body's output, feature maps or vectors, instead of the default head.
         splitter: parameter groups; default `split_layers`.
@@ -222,7 +222,11 @@ class ConcatPool(nn.Module):
 
 
 def create_head(
-    n_features: int, n_out: int, hidden: Sequence[int] = (512,), dropout: float = 0.5, pool: nn.Module | None = None
+    n_features: int,
+    n_out: int,
+    hidden: int | Sequence[int] = (512,),
+    dropout: float = 0.5,
+    pool: nn.Module | None = None,
 ) -> nn.Sequential:
     """Make a head: pooling, then blocks of BatchNorm, dropout and a linear layer, with ReLU between them.
 
@@ -232,13 +236,13 @@ def create_head(
     Args:
         n_features: the number of the body's feature maps, or the length of its vectors.
         n_out: outputs.
-        hidden: sizes of the hidden layers.
+        hidden: the size of the hidden layer, or the sizes of several.
         dropout: before the last layer; half of it before the others.
         pool: the pooling, for a body that returns feature maps.
     """
     layers = [] if pool is None else [pool, nn.Flatten()]
     size = n_features * (2 if isinstance(pool, ConcatPool) else 1)
-    for next_size in hidden:
+    for next_size in listify(hidden):
         layers += [nn.BatchNorm1d(size), nn.Dropout(dropout / 2), _linear(size, next_size), nn.ReLU()]
         size = next_size
     return nn.Sequential(*layers, nn.BatchNorm1d(size), nn.Dropout(dropout), _linear(size, n_out))

@@ -43,6 +43,7 @@ def test_a_model_is_embeddings_beside_numbers():
         assert sum(p.numel() for p in part.layers.parameters()) == 3 * n_cats + n_cont + 1
         pred = part(cats[:, :n_cats], 1e3 * conts[:, :n_cont])
         assert ((pred >= 2) & (pred <= 3)).all()
+    assert repr(TabularModel([], 2, 5, 8)) == repr(TabularModel([], 2, 5, (8,)))
     assert [embedding_size(n) for n in (2, 3, 17, 10**5)] == [2, 3, 8, 600]
 
 

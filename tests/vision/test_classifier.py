@@ -193,6 +193,7 @@ def test_the_head_is_what_it_says():
     sizes = [(layer.in_features, layer.out_features) for layer in head if isinstance(layer, nn.Linear)]
     assert sizes == [(128, 64), (64, 32), (32, CLASSES)]
     assert [type(layer).__name__ for layer in create_head(8, 2, hidden=())] == block
+    assert repr(create_head(8, 2, hidden=16)) == repr(create_head(8, 2, hidden=(16,)))
 
 
 def test_linear_layers_start_by_kaiming_normal():
