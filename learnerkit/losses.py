@@ -755,7 +755,7 @@ def take_loss(learn: "Learner") -> None:
         learn.pred, learn.yb = cut_rows((learn.pred, learn.yb), 0, 0, 0)
         learn._loss()
         if not weighting.gathers:
-            learn.loss_grad = zero_loss(output_of(learn))
+            learn.loss_grad = zero_loss((output_of(learn), learn.loss_grad))  # it may have called parts of the model
         learn.loss = torch.zeros_like(learn.loss)  # an empty mean would be NaN
     elif learn.batch_size == 0 and not rows_of(learn.xb):
         # A rank without data has gradients of zero, since an empty mean would be NaN.

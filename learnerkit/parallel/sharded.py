@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping, MutableMapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -291,7 +292,8 @@ class Shards:
         if wanted in self._kept and is_gathered(self.divided[wanted]):
             return
         while True:
-            with distributed.before_collective(None):
+            # A vote is no collective of a loss that calls a part of the model.
+            with distributed.before_collective(None), distributed.around_collectives(nullcontext):
                 chosen = distributed.reduce(wanted, "max", among="votes")
             if chosen < 0:
                 return

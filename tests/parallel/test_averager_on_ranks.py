@@ -647,6 +647,7 @@ def test_a_rank_without_samples_takes_part_in_norms_over_all_ranks(way):
         torch.testing.assert_close(learn.model.state_dict(), one.model.state_dict(), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.ranks(2)  # of three ranks each has at most three of eight samples, which are not cut for norms
 def test_parts_of_a_batch_and_norms_over_all_ranks_are_refused_before_a_rank_waits():
     model = nn.Sequential(nn.Linear(4, 6), nn.Unflatten(1, (3, 2)), RankNorm(3), nn.Flatten(), nn.Linear(6, 2)).double()
     with raises(ValueError, "SyncBatchNorms would wait", "sync_bn=False"):

@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -119,6 +120,38 @@ def test_a_rank_without_samples_takes_part_in_what_a_loss_gathers_without_gradie
         learn.fit(2)
     torch.testing.assert_close(learn.model.state_dict(), model.state_dict(), rtol=0, atol=1e-9)
     torch.testing.assert_close(learn.loss_func.center, center, rtol=0, atol=1e-9)
+
+
+class Aided(Learner):
+    """Adds a loss of a part of the model, which the loss alone calls."""
+
+    def _loss(self):
+        super()._loss()
+        if self.training:
+            self.loss_grad = self.loss_grad + self.model.aid(self.pred[0]).square().mean()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"shard": True}, {"find_unused_parameters": True}], ids=str)
+def test_a_rank_without_samples_takes_part_in_a_loss_that_gathers_and_calls_a_part_of_the_model(options):
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(37, 6).double(), torch.randn(37, 6).double())
+    model = Encoder()
+    model.aid = nn.Linear(4, 3)
+    model.scale.requires_grad_(False)
+
+    def fitted(kept):
+        dls = DataLoaders.from_datasets(data, bs=12, n_inp=2, shuffle=False, device="cpu")
+        learn = Aided(dls, copy.deepcopy(model).double(), Centred(), lr=0.01)
+        with learn.no_logging(), learn.no_bar(), kept(learn):
+            learn.fit(2)
+        return learn
+
+    learn = fitted(lambda learn: learn.distrib_ctx(split_batches=True, **options))
+    with distributed.alone():
+        expected = fitted(lambda learn: nullcontext())
+    torch.testing.assert_close(learn.model.state_dict(), expected.model.state_dict(), rtol=0, atol=1e-9)
+    torch.testing.assert_close(learn.loss_func.center, expected.loss_func.center, rtol=0, atol=1e-9)
 
 
 @pytest.mark.ranks(2, slow=[3])
