@@ -113,7 +113,7 @@ class Callback(_Read):
                 now = _FORMER_EVENTS.get(event)
                 near = f"; here it is {now}" if now else did_you_mean(event, [*Event, "order"])
                 raise TypeError(f"{type(self).__name__} got the keyword {event!r}, which is not an event{near}")
-            if not callable(hook) or isinstance(hook, type) or not accepts(hook, self):
+            if not (callable(hook) and accepts(hook, self)):
                 raise TypeError(
                     f"got {event}={hook!r}; it is a function that takes the callback, and no more: lambda cb: ..."
                 )

@@ -61,13 +61,11 @@ _R = TypeVar("_R")
 
 
 def accepts(function: Any, *args: Any) -> bool:
-    """Tell whether a function can be called with these arguments; one in C that has no signature counts as one."""
+    """Tell whether a function can be called with these arguments; of one in C that has no signature this is unknown."""
     try:
         signature(function).bind(*args)
-    except TypeError:
+    except (TypeError, ValueError):
         return False
-    except ValueError:  # It has no signature.
-        pass
     return True
 
 

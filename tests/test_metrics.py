@@ -29,6 +29,7 @@ from learnerkit import (
 from learnerkit.callbacks.tracking import TrackerCallback, ValidateEvery
 from learnerkit.losses import decode_of
 from learnerkit.metrics import make_meters, metric_names
+from learnerkit.values import map_batch, tensors_in
 
 PRED = torch.tensor([[2.0, 1.0, 0.0], [0.0, 1.0, 2.0], [1.0, 3.0, 2.0], [0.5, 0.1, 0.2]])
 TARGET = torch.tensor([0, 1, 1, 2])
@@ -506,6 +507,51 @@ def test_torchmetrics_and_like_objects_are_metrics():
             return self
 
     assert evaluate({"n": Merging()}) == {"n": 4}
+
+
+def on_meta():
+    """A batch of predictions and targets that are not on the CPU."""
+    return torch.randn(4, 3, device="meta"), (torch.zeros(4, 3, dtype=torch.long, device="meta"),)
+
+
+def meter_of(name):
+    """A meter of Dice or of an object of torchmetrics."""
+    if name == "Dice":
+        return make_meters(Dice(), nn.BCEWithLogitsLoss())[0]
+    kind = getattr(pytest.importorskip("torchmetrics.classification"), name)
+    return make_meters(kind(3, validate_args=False))[0]
+
+
+def devices_of(meter):
+    """The kinds of devices of a meter's states."""
+    return {t.device.type for t in tensors_in(meter.state_dict()["state"])}
+
+
+@pytest.mark.parametrize("name", ["MultilabelAccuracy", "MultilabelAUROC"])
+def test_torchmetrics_objects_go_to_the_device_of_the_predictions(name):
+    meter = meter_of(name)
+    for _ in range(2):
+        meter.reset()
+        for place in range(2):
+            meter.update(place, 4, *on_meta())
+        assert devices_of(meter) == {"meta"}
+        assert meter.metric._update_count == 2
+
+
+@pytest.mark.parametrize("name", ["Dice", "MultilabelAccuracy", "MultilabelAUROC"])
+def test_states_of_a_file_go_to_the_device_where_they_were(name):
+    meter, twin = meter_of(name), meter_of(name)
+    meter.reset()
+    meter.update(0, 4, *on_meta())
+    state = meter.state_dict()
+    twin.reset()
+    twin.load_state_dict(map_batch(lambda t: torch.zeros_like(t, device="cpu"), state))
+    twin.update(1, 4, *on_meta())
+    assert devices_of(twin) == {"meta"}
+    older = state | {"state": state["state"][:2]}  # of a file that an older version has written
+    twin.reset()
+    twin.load_state_dict(older)
+    assert devices_of(twin) == {"meta"}
 
 
 def test_in_a_fit_each_sample_counts_once():

@@ -424,6 +424,7 @@ class StatesMeter(_CombiningMeter):
         self._holders = holders_of(self.metric)
         self._places: dict[tuple[int, str], list] = {}  # the places of the items of list states
         self._newest: dict[tuple[int, str], Any] = {}  # the last of these items, if it was added in this process
+        self._loaded: list[list[str]] = []  # the names of each holder's loaded states that were on an accelerator
         self._of_this_rank()
 
     def _of_this_rank(self) -> None:
@@ -431,9 +432,21 @@ class StatesMeter(_CombiningMeter):
 
     def update(self, place: int, size: int, pred: Any, targets: tuple) -> None:
         """Update the metric, and note the place of each new item of a list."""
+        device = next((t.device for t in tensors_in((pred, targets))), None)
+        if device is not None:
+            self._follow(device)
         super().update(place, size, pred, targets)
         if distributed.world_size() > 1:
             self._note_places(place)
+
+    def _follow(self, device: torch.device) -> None:
+        """Move objects of torchmetrics, which are made on the CPU, and loaded states of an accelerator to a device."""
+        for holder, names in zip(self._holders, self._loaded or [[]] * len(self._holders), strict=True):
+            if libraries.is_torchmetrics(holder.object) and holder.object.device != device:
+                holder.object.to(device)
+            for name in names:
+                setattr(holder.object, name, moved(getattr(holder.object, name), device))
+        self._loaded = []
 
     def _note_places(self, place: int) -> None:
         for i, holder in enumerate(self._holders):
@@ -471,9 +484,12 @@ class StatesMeter(_CombiningMeter):
 
     def _read(self) -> Any:
         counts = [libraries.update_count(metric) for metric in known_torchmetrics(self._holders)]
-        return [holder.read() for holder in self._holders], counts
+        states = [holder.read() for holder in self._holders]
+        loaded = [[name for name, x in of.items() if any(not t.is_cpu for t in tensors_in(x))] for of in states]
+        return states, counts, loaded
 
     def _restore(self, state: Any) -> None:
+        self._loaded = state[2] if len(state) > 2 else []  # files of earlier versions have two parts
         for holder, states in zip(self._holders, state[0], strict=True):
             for name, value in states.items():
                 setattr(holder.object, name, value)
