@@ -3,6 +3,7 @@
 import html
 import math
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 WIDTH = 100  # the terminal columns that a table may take
 _LEAST = 8  # the least width to which a column is narrowed
 _COLUMNS = 12  # a vector with more numbers is shown in one cell
-_NUMBER = re.compile(r"[-+]?[\d,]*\.?\d*(e[-+]\d+|%)?|nan|-?inf")  # it also matches an empty text
+_NUMBER = re.compile(r"[-+]?[\d,]*+\.?\d*+(e[-+]\d+|%)?|nan|-?inf")  # it also matches an empty text
 WRONG = "wrong: "
 """The mark before a prediction that is not the target."""
 
@@ -111,9 +112,8 @@ def _narrowed(widths: list[int], needed: list[int]) -> list[int]:
 
 def _padded(text: str, width: int, right: bool) -> str:
     if columns(text) > width:
-        while columns(text) > width - 3:
-            text = text[:-1]
-        text += "..."
+        # A document has more letters than can be taken off one by one.
+        text = text[: bisect_right(range(len(text)), width - 3, key=lambda end: columns(text[: end + 1]))] + "..."
     space = " " * (width - columns(text))
     return space + text if right else text + space
 

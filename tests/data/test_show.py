@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, StackDataset,
 
 from learnerkit import DataLoaders
 from learnerkit.data.show import WIDTH, Table, label
+from learnerkit.text import columns
 
 
 def images(figure):
@@ -149,3 +150,13 @@ def test_long_names_of_columns_are_cut_before_what_is_in_them():
     assert second.endswith("  wrong: Chinstrap, Gentoo")
     assert len(first) <= WIDTH
     assert first.count("...") == 6
+
+
+@pytest.mark.timeout(20)
+def test_a_long_document_is_cut_in_no_time_that_anybody_notices():
+    loader = DataLoader([("好 e\u0301" * 30_000, 1)], batch_size=1)
+    _, line = str(DataLoaders(loader, device="cpu").show_batch()).splitlines()
+    assert line.startswith("好 e\u0301好")
+    assert line.endswith("...        1")
+    assert WIDTH - 2 < columns(line) <= WIDTH
+    assert str(Table(["n"], [["1" * 30_000 + "x"]])).endswith("1...")
