@@ -24,6 +24,12 @@ def test_rows_are_held_out_by_number_or_mask(valid):
     assert held_out(valid, np.zeros(4), 0).tolist() == [False, True, False, True]
 
 
+@pytest.mark.timeout(20)
+def test_many_groups_take_no_longer_than_few():
+    groups = np.char.add("class ", (np.arange(200_000) % 50_000).astype(str))
+    assert held_out(0.25, groups, 0).sum() == 50_000
+
+
 def test_valid_none_holds_out_no_row():
     assert not held_out(None, np.zeros(4), 0).any()
 
