@@ -45,10 +45,10 @@ def labels_of(dataset: Any) -> Tensor | None:
 
 def count_classes(labels: Tensor, names: Sequence | None) -> dict[Any, int]:
     """Return the number of samples of each class, by its name, or by its index if some class has no name of its own."""
-    n = int(labels.max()) + 1
-    if names is None or len(names) < n or len(set(names)) < len(names):
-        names = range(max(n, len(names or ())))
-    return dict(zip(names, labels.bincount(minlength=len(names)).tolist(), strict=True))
+    counts = labels.bincount(minlength=len(names or ())).tolist()
+    if names is None or len(names) < len(counts) or len(set(names)) < len(names):
+        names = range(len(counts))
+    return dict(zip(names, counts, strict=True))
 
 
 def sample_weights(weights: Any, dataset: Any, names: Sequence | None) -> Tensor:
@@ -62,10 +62,11 @@ def sample_weights(weights: Any, dataset: Any, names: Sequence | None) -> Tensor
     Raises:
         ValueError: the weights are invalid, or the classes are not known.
     """
-    labels = labels_of(dataset)
+    # Targets that are counted for nothing may be times or prices, with billions of numbers below the largest.
+    labels = labels_of(dataset) if isinstance(weights, str | Mapping) else None
     counts = None if labels is None else count_classes(labels, names)
-    by_class = _numbers("weights", weights, counts, len(dataset), "training samples")
-    return by_class[labels] if isinstance(weights, str | Mapping) else by_class
+    given = _numbers("weights", weights, counts, len(dataset), "training samples")
+    return given if labels is None else given[labels]
 
 
 def class_loss(dls: Any, given: Callable | None, default: nn.Module, class_weights: Any) -> Any:

@@ -7,9 +7,10 @@ import pytest
 import torch
 from helpers import raises
 from torch import nn
-from torch.utils.data import ConcatDataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset, TensorDataset
 
 from learnerkit import DataLoaders, ImageData, TabularData, TextData, tabular_learner, text_learner, vision_learner
+from learnerkit.data import weights as room
 from learnerkit.data.weights import class_loss, labels_of
 
 LABELS = [0] * 180 + [1] * 20
@@ -95,6 +96,7 @@ def test_classes_are_counted_by_name_or_number():
     stream = Stream()
     stream.labels = LABELS
     assert make(stream).class_counts is None
+    assert DataLoaders(DataLoader(Subset(rows(), []))).class_counts == {}
 
 
 def drawn(weights, **options):
@@ -111,6 +113,12 @@ def test_classes_are_drawn_by_weight_and_an_epoch_has_as_many_samples_as_before(
     assert drawn("balanced", classes=["no", "yes", "perhaps"]) == pytest.approx(0.5, abs=0.03)
     assert drawn({"no": 1, "yes": 3}, classes=["no", "yes"]) == pytest.approx(0.25, abs=0.03)
     assert drawn([1.0] * 180 + [0.0] * 20) == 0
+
+
+def test_weights_of_samples_do_not_count_targets_that_are_no_classes(monkeypatch):
+    monkeypatch.setattr(room, "count_classes", lambda *_: pytest.fail("times would fill the memory"))
+    times = rows([1_700_000_000 + y for y in LABELS])
+    assert DataLoaders.from_datasets(times, weights=[1.0] * 200).train.sampler.weights.tolist() == [1.0] * 200
 
 
 @pytest.mark.parametrize(
