@@ -185,6 +185,7 @@ class DataLoaders:
                 raise ValueError(
                     f"got {name}={size!r} ({type(size).__name__}); it is a whole number of samples, 1 or more"
                 )
+        classes = None if classes is None else list(classes)  # a generator gives them once
         train_only = {k: loader_kwargs.pop(k) for k in _TRAIN_ONLY if k in loader_kwargs}
         loader_kwargs["num_workers"] = num_workers
         if weights is not None:
@@ -316,7 +317,7 @@ class DataLoaders:
                 if kwargs["collate_fn"] is default_collate and type(items) is Tensor:
                     items = TensorDataset(items)  # it is read in whole batches
         if bs is not None or not {"batch_size", "batch_sampler"} & {*kwargs}:
-            kwargs["batch_size"] = bs or size or 64
+            kwargs["batch_size"] = size or 64 if bs is None else bs
         dl = RowsLoader(items, **kwargs)
         dl.only_inputs = True
         return dl

@@ -155,6 +155,18 @@ def test_options_of_from_datasets_reach_the_loaders():
         DataLoaders.from_datasets(numbers(4), batchsize=3)
 
 
+def test_names_of_classes_from_a_generator_are_there_to_draw_and_to_show():
+    data = TensorDataset(torch.zeros(4), torch.tensor([0, 1, 0, 1]))
+    dls = DataLoaders.from_datasets(data, weights={"no": 1, "yes": 2}, classes=(name for name in ("no", "yes")))
+    assert dls.classes == ["no", "yes"]
+
+
+def test_inputs_are_not_read_in_batches_of_another_size_than_was_asked_for():
+    dls = DataLoaders.from_datasets(numbers(4), bs=2)
+    with pytest.raises(ValueError, match="batch_size=0"):
+        dls.test_dl(torch.zeros(3), bs=0)
+
+
 class Graph:
     """An object of another library with no length, whose samples only the loader knows, such as a batch of graphs."""
 
