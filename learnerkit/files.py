@@ -241,7 +241,7 @@ def _save(obj: Any, file: BinaryIO) -> None:
             errors.append(e)
         return len(data)
 
-    out: Any = SimpleNamespace(write=write, flush=lambda: None)
+    out: Any = SimpleNamespace(write=write, flush=getattr(file, "flush", bool))  # a user's own may have none
     torch.save(obj, out)
     if errors:
         raise errors[0]

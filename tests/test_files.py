@@ -265,6 +265,14 @@ def test_open_files_are_written_and_read_where_they_stand(opened):
         other.load(file)
 
 
+def test_what_was_saved_to_an_open_file_can_be_read_by_its_name():
+    learn, other = trained(), make_learner(model=make_model(seed=9), opt_func=AdamW)
+    with open("file.pth", "wb") as file:
+        learn.save(file)
+        other.load(Path(file.name))
+    assert same_weights(learn.model, other.model)
+
+
 def test_an_open_file_at_its_end_is_told_to_go_back():
     learn, file = trained(), BytesIO()
     learn.save(file)
