@@ -210,7 +210,8 @@ class Workers:
         """Return the last value that a trial has printed, or else logged as JSON in a file."""
         folder, metric = self._folder(run), self.study.config.metric
         attempts = [folder / f"attempt-{number}" / "rank-0.log" for number in range(run.attempt, -1, -1)]
-        logged = sorted([*folder.glob("*.json"), *folder.rglob("*.jsonl")], key=lambda path: -path.stat().st_mtime)
+        there = filter(Path.is_file, [*folder.glob("*.json"), *folder.rglob("*.jsonl")])  # a link may lead nowhere
+        logged = sorted(there, key=lambda path: -path.stat().st_mtime)
         # A trial that was stopped after its fit prints the value no more when it is run again.
         logs = [attempts[0], *logged, *attempts[1:]]
         for path in filter(Path.is_file, logs):  # a script may remove its folder

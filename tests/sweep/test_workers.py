@@ -73,6 +73,7 @@ def test_a_trial_that_prints_no_value_when_it_is_run_again_has_that_of_the_run_b
         log.parent.mkdir(parents=True)
         log.write_text(text)
     assert workers._printed(run) == 0.5
+    (folder / "latest.json").symlink_to("removed.json")
     (folder / "log.jsonl").write_text('{"loss": 0.25}')
     assert workers._printed(run) == 0.25
 
