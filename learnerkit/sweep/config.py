@@ -121,7 +121,7 @@ def read_json(path: Path) -> Any:
         return entries
 
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # Windows marks the beginning of a file
         text = "\n".join("" if line.lstrip().startswith("#") else line for line in lines)
         return json.loads(text, object_pairs_hook=checked)
     except (OSError, UnicodeDecodeError) as error:

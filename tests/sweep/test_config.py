@@ -41,7 +41,7 @@ def read(data):
 
 
 def test_comets_config_is_read_as_it_is():
-    config = read("# We pick the Bayes algorithm:\n" + json.dumps(COMET))
+    config = read("\ufeff# We pick\u2028the Bayes algorithm:\n" + json.dumps(COMET))
     assert (config.metric, config.maximize, config.total, config.repeats, config.retries) == ("loss", False, 60, 2, 20)
     assert type(config.sampler(0)).__name__ == "TPESampler"
     assert type(config.pruner()).__name__ == "MedianPruner"
