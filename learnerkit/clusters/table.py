@@ -259,9 +259,8 @@ def find(environ: Environ) -> Place | None:
     Raises:
         ValueError: variables are incomplete or wrong, or two clusters disagree.
     """
-    if place := launched(environ) or mpi(environ):
-        return place
-    places = [place for read in CLUSTERS if (place := read(environ))]
+    place = launched(environ) or mpi(environ)
+    places = [place] if place else [place for read in CLUSTERS if (place := read(environ))]
     places = places or [place for read in _plugins() if (place := read(environ))]
     for other in places[1:]:
         first = places[0]

@@ -272,6 +272,8 @@ CONTRADICTIONS = [
     (ELASTIC | {"PET_RDZV_ENDPOINT": "a:x"}, 0, "PET_RDZV_ENDPOINT='a:x': give host:port, such as node1:29500"),
     (TRAINJOB | {"PET_NODE_RANK": "one"}, 4, "PET_NODE_RANK=one: this must be a number"),
     (TORCHRUN, 4, "torchrun says rank 5 of 8, .* this process is a rank already, which a launcher started; run "),
+    (TORCHRUN | {"RANK": "8"}, 4, "torchrun says number 8 of 8 .*, counted from 0"),
+    (MPIRUN | {"OMPI_COMM_WORLD_RANK": "4"}, 4, "Open MPI says number 4 of 4 .*, counted from 0"),
     (RAY, 2, "Ray Train says rank 1 of 2, .* is a rank already"),
     (LOOPBACK, 2, "the environment says rank 1 of 2, .* is a rank already"),
 ]  # fmt: skip
