@@ -81,7 +81,8 @@ class Sweep:
         """
         folder = self.folder / "trials" / str(self.best.number)
         files = []
-        for path in (*folder.rglob("*.pth"), *folder.rglob("*.pt"), *folder.rglob("*.safetensors")):
+        named = (*folder.rglob("*.pth"), *folder.rglob("*.pt"), *folder.rglob("*.safetensors"))
+        for path in filter(Path.is_file, named):  # a link may lead nowhere
             is_checkpoint = (path.parent / "manifest.json").exists()
             if not is_checkpoint or path.name == "model.safetensors":  # beside it is the rest of the run
                 files.append((not is_checkpoint, path.stat().st_mtime, path))

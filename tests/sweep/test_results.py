@@ -62,6 +62,7 @@ def test_the_best_trials_weights_are_found(folder):
     torch.save({}, trial / "models/net.pth")
     for name in ("model.safetensors", "manifest.json", "rank0.safetensors"):
         (trial / "run/checkpoint" / name).touch()
+    (trial / "models/latest.pth").symlink_to("removed.pth")
     assert found.weights() == trial / "models/net.pth"
     (trial / "models/net.pth").rename(trial / "models/net.pt")
     assert found.weights() == trial / "models/net.pt"
