@@ -131,7 +131,7 @@ def test_dice_and_iou_of_masks_count_overlaps():
     assert 0.2 < expected["iou"] < expected["dice"] < 0.5
     for sizes in ((5,), (3, 2)):
         assert evaluate([Dice, IoU], sizes, scores, target) == pytest.approx(expected, abs=1e-12)
-    some = evaluate([Dice([1, 3]), IoU(classes=[1, 3])], (3, 2), scores, target)
+    some = evaluate([Dice(np.array([1, 3])), IoU(classes=[1, 3])], (3, 2), scores, target)
     assert some == pytest.approx(overlaps(found, target, [1]), abs=1e-12)
     torchmetrics = pytest.importorskip("torchmetrics.classification")
     theirs = torchmetrics.MulticlassJaccardIndex(4)(scores, target)

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -191,7 +192,7 @@ class Dice(Metric):
     ) -> None:
         super().__init__(name)
         self.classes = None if classes is None else listify(classes)
-        if not all(isinstance(number, int) and number >= 0 for number in self.classes or ()):
+        if not all(isinstance(number, int | np.integer) and number >= 0 for number in self.classes or ()):
             raise ValueError(f"got classes={classes!r}; they are the numbers of classes, from 0, such as [1, 2]")
         self.ignore_index = ignore_index
         self._loss_func: Any = None
