@@ -193,5 +193,5 @@ def loader_len(dl: Any) -> int | None:
     """Return the length of a loader, dataset or sampler; `None` if it has no length."""
     try:
         return len(dl)
-    except TypeError:
+    except (TypeError, NotImplementedError):  # streams of other libraries raise the latter
         return None

@@ -155,6 +155,16 @@ def test_options_of_from_datasets_reach_the_loaders():
         DataLoaders.from_datasets(numbers(4), batchsize=3)
 
 
+def test_a_loader_that_does_not_implement_its_length_is_read_as_one_without():
+    class Unknown(list):
+        def __len__(self):
+            raise NotImplementedError
+
+    learn = make_learner(dls=DataLoaders(Unknown([(torch.randn(2, 4), torch.randn(2, 1))] * 3), device="cpu"))
+    learn.fit(1)
+    assert learn.train_iter == 3
+
+
 def test_names_of_classes_from_a_generator_are_there_to_draw_and_to_show():
     data = TensorDataset(torch.zeros(4), torch.tensor([0, 1, 0, 1]))
     dls = DataLoaders.from_datasets(data, weights={"no": 1, "yes": 2}, classes=(name for name in ("no", "yes")))
