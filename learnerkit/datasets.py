@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset
 
 from learnerkit import distributed
 from learnerkit.marks import collective
+from learnerkit.stores.paths import of_home
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -79,6 +80,7 @@ def fashion_mnist_files(path: str | Path) -> Path:
 
 def _write_whole(path: Path, write: Callable[..., None], *args: Any) -> Path:
     """Let `write` make a folder, unless it exists."""
+    path = of_home(path)
     if path.is_dir():
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -179,7 +181,7 @@ def fashion_mnist(root: str | Path) -> tuple[TensorDataset, TensorDataset]:
     Raises:
         RuntimeError: the files are not there and cannot be downloaded.
     """
-    datasets: Any = distributed.rank0_first(_read_fashion_mnist, Path(root))
+    datasets: Any = distributed.rank0_first(_read_fashion_mnist, of_home(Path(root)))
     return datasets
 
 

@@ -148,28 +148,12 @@ def name_or_any_path(name: str | AnyPath, directory: str = "the model directory"
     path = any_path(name)
     if isinstance(name, Path) or isinstance(path, StorePath):
         return path
-    path = of_home(path)
     if ".." in path.parts or not name.isprintable():
         raise ValueError(
             f"got the path {name[:80]!r}; one that is given as a str has no '..' and no control characters, so that no "
             "part of it leads elsewhere; pass a pathlib.Path if it is meant"
         )
     return path
-
-
-def of_home(path: Path) -> Path:
-    """Return a path with the home directory in place of `~` or `~user`.
-
-    Raises:
-        ValueError: there is no such user, or the user has no home directory.
-    """
-    try:
-        return path.expanduser()
-    except RuntimeError as e:
-        raise ValueError(
-            f"got the path {str(path)!r}: {path.parts[0]!r} is no home directory of this machine; give the whole path, "
-            f"or './{path}' if a folder has this name"
-        ) from e
 
 
 def followed(path: Path) -> Path:

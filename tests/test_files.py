@@ -20,8 +20,9 @@ from helpers import TwoOpts, halves, make_dls, make_learner, make_model, mostly_
 from torch import nn
 from torch.optim import SGD, AdamW
 
-from learnerkit import Callback, CheckpointCallback, CheckpointError, CSVLogger, Learner, files, values
+from learnerkit import Callback, CheckpointCallback, CheckpointError, CSVLogger, Learner, datasets, files, values
 from learnerkit.files import save_whole
+from learnerkit.stores.paths import local_folder
 
 
 def trained(**kwargs):
@@ -429,6 +430,10 @@ def test_what_a_link_leads_to_is_written(ending, tmp_path):
 def test_a_path_as_text_may_begin_with_the_home_directory(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert make_learner().save("~/w.pth") == tmp_path / "home" / "w.pth"
+    assert make_learner(path="~/run").save("w") == tmp_path / "home" / "run" / "models" / "w.pth"
+    assert local_folder("~/pictures") == tmp_path / "home" / "pictures"
+    assert datasets.drawn_shapes("~/shapes", n=1) == tmp_path / "home" / "shapes"
+    assert make_learner().save(Path("~/w.pth")) == Path("~/w.pth")  # which is taken as it is
 
 
 @pytest.mark.parametrize("name", ["a b", "ä", "a.b", "x..y", "..x", "résumé-3", "n" * 200, "con", "a:b", ".hidden"])

@@ -34,7 +34,7 @@ from learnerkit.checkpoints.storage import (
 )
 from learnerkit.endings import mark
 from learnerkit.events import CancelEpochException, CancelFitException, CancelTrainException, FitDone
-from learnerkit.files import MANIFEST, CheckpointError, followed, of_home, remove
+from learnerkit.files import MANIFEST, CheckpointError, followed, remove
 from learnerkit.marks import collective, not_collective
 from learnerkit.processes.rank_main import end_at_once
 from learnerkit.processes.requests import END, SAVE, Request
@@ -52,7 +52,7 @@ from learnerkit.run_state import (
 )
 from learnerkit.shards import local
 from learnerkit.state import State
-from learnerkit.stores.paths import AnyPath, StorePath, any_path
+from learnerkit.stores.paths import AnyPath, StorePath, any_path, of_home
 from learnerkit.text import first_few, format_time, printable
 from learnerkit.utils import unwrap
 

@@ -174,19 +174,35 @@ class StorePath:
 AnyPath = Path | StorePath
 
 
+def of_home(path: Path) -> Path:
+    """Return a path with the home directory in place of `~` or `~user`.
+
+    Raises:
+        ValueError: there is no such user, or the user has no home directory.
+    """
+    try:
+        return path.expanduser()
+    except RuntimeError as e:
+        raise ValueError(
+            f"got the path {str(path)!r}: {path.parts[0]!r} is no home directory of this machine; give the whole path, "
+            f"or './{path}' if a folder has this name"
+        ) from e
+
+
 def any_path(path: str | Path) -> AnyPath:
-    """Return the place that a path or a URL names; 'file:///folder' is a path.
+    """Return the place that a path or a URL names; 'file:///folder' is a path, and a str may begin with `~`.
 
     Raises:
         ImportError: the package of fsspec for this kind of store is missing.
         TypeError: neither a str nor a path.
-        ValueError: the URL has a password or `..` in it, is of an unknown kind, or has become a `pathlib.Path`.
+        ValueError: the URL has a password or `..` in it, is of an unknown kind, or has become a `pathlib.Path`; or
+            `~` is nobody's.
     """
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"got the path {path!r}; it is a str or a pathlib.Path")
     first, _, rest = str(path).partition("/")
     if not re.fullmatch(f"({_SCHEME}::?)+", first):
-        return Path(path)
+        return Path(path) if isinstance(path, Path) else of_home(Path(path))
     url = f"{first}//{rest.strip('/')}"
     if isinstance(path, Path):
         raise ValueError(f"got {path!r}, in which pathlib has made one slash of two: give a URL as a str, {url!r}")
