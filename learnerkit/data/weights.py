@@ -35,6 +35,7 @@ def labels_of(dataset: Any) -> Tensor | None:
         listed = [sample[1] for sample in dataset if isinstance(sample, tuple) and len(sample) == 2]
     else:
         listed = getattr(dataset, "labels", getattr(dataset, "targets", None))
+        listed = listed.to_list() if hasattr(listed, "to_list") else listed  # a column of a frame
     try:
         labels = torch.as_tensor([] if listed is None else listed)
     except (TypeError, ValueError, RuntimeError):  # the labels may be texts, or lists of several lengths

@@ -3,6 +3,7 @@
 from functools import partial
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from helpers import raises
@@ -45,6 +46,7 @@ KNOWN = {
     "list of pairs": [("a.png", y) for y in LABELS],
     "targets": Listed(targets=LABELS),
     "targets as a tensor": Listed(targets=torch.tensor(LABELS, dtype=torch.uint8)),
+    "a column of a frame": Listed(targets=pd.Series(LABELS, index=range(200, 400))),
     "labels": Listed(labels=torch.tensor(LABELS).numpy()),
     "parts": ConcatDataset([Subset(rows(), range(150)), Subset(Listed(targets=LABELS), range(150, 200))]),
 }
@@ -154,8 +156,6 @@ def test_weights_decide_the_draw_alone():
 
 def kinds():
     """Loaders of pictures, texts and a table with the same classes, and their Learners."""
-    import pandas as pd
-
     names = ["no" if y == 0 else "yes" for y in LABELS]
     pictures = [(torch.full((3, 4, 4), 7, dtype=torch.uint8), y) for y in LABELS]
     network = nn.Sequential(nn.Conv2d(3, 2, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2, 5))
