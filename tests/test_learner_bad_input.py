@@ -3,6 +3,7 @@
 import contextlib
 from traceback import walk_tb
 
+import numpy as np
 import pytest
 import torch
 from helpers import (
@@ -309,6 +310,14 @@ def test_a_metric_must_return_a_number():
     ) as e:
         learn.fit(1)
     assert any(n.startswith("metric 'vector' got predictions: float32 tensor of shape (4, 1)") for n in notes(e.value))
+
+
+def test_an_array_of_numpy_is_a_number_if_it_has_one_element():
+    learn = make_learner(metrics=lambda pred, target: vector(pred, target).numpy())
+    with pytest.raises(ValueError, match=r"metric '<lambda>' returned float32 tensor of shape .*; a metric returns"):
+        learn.fit(1)
+    learn = make_learner(metrics=lambda pred, target: np.array([len(pred)]))
+    assert learn.validate()[1] == 4
 
 
 def waves(pred, target):

@@ -234,6 +234,7 @@ class Meter:
         Raises:
             ValueError: it is not a single number.
         """
+        value = torch.as_tensor(value) if hasattr(value, "__array__") else value
         if is_number(value):
             return float(value)
         raise ValueError(
