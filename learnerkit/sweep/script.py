@@ -26,9 +26,13 @@ def params(**defaults: Any) -> SimpleNamespace:
         An object with an attribute for each: `p.lr`. A name with hyphens has underscores here.
 
     Raises:
-        ValueError: the search varies a parameter that is not among them.
+        ValueError: the search varies a parameter that is not among them; or the variable is no JSON object.
     """
-    values = {name.replace("-", "_"): value for name, value in json.loads(os.environ.get(PARAMS, "{}")).items()}
+    given = os.environ.get(PARAMS) or "{}"
+    try:
+        values = {name.replace("-", "_"): value for name, value in json.loads(given).items()}
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"got {PARAMS}={given}; it is a JSON object, such as {PARAMS}='{{\"lr\": 0.1}}'") from error
     trial = place()
     if trial and trial.get("as_arguments"):
         values = {name: value for name, value in values.items() if name in defaults}

@@ -14,6 +14,15 @@ def test_params_are_the_defaults_in_a_script_that_runs_by_itself():
     assert vars(sweep.params(lr=0.1, bs=64)) == {"lr": 0.1, "bs": 64}
 
 
+def test_values_that_are_given_by_hand_and_cannot_be_read_are_named(monkeypatch):
+    for wrong in ("lr=0.5", "{lr: 0.5}", "[0.5]"):
+        monkeypatch.setenv("LEARNERKIT_PARAMS", wrong)
+        with pytest.raises(ValueError, match="got LEARNERKIT_PARAMS=.*; it is a JSON object, such as"):
+            sweep.params(lr=0.1)
+    monkeypatch.setenv("LEARNERKIT_PARAMS", "")
+    assert vars(sweep.params(lr=0.1)) == {"lr": 0.1}
+
+
 def test_params_are_the_trials_values(monkeypatch):
     monkeypatch.setenv("LEARNERKIT_PARAMS", json.dumps({"lr": 0.5, "hidden-size": 3}))
     assert vars(sweep.params(lr=0.1, bs=64, hidden_size=1)) == {"lr": 0.5, "bs": 64, "hidden_size": 3}
