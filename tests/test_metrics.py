@@ -732,3 +732,13 @@ def test_tokens_count_and_ignored_ones_do_not(axis):
     nothing = torch.full((2, 5), -100)
     meter.update(3, 2, pred[:2], (nothing,))
     assert meter.result(sharded=False) == twin.result(sharded=False)
+
+
+def test_a_vector_may_be_a_reversed_array_or_a_column_of_a_frame():
+    pandas = pytest.importorskip("pandas")
+    for vector in (np.array([0.5, 0.25])[::-1], pandas.Series([0.25, 0.5], index=[3, 7])):
+        (meter,) = make_meters(AccumMetric(lambda pred, target, vector=vector: vector, "share"))
+        meter.reset()
+        meter.update(0, len(PRED), PRED, (TARGET,))
+        assert meter.row(sharded=False) == [0.25, 0.5]
+        assert meter.columns == ["share_0", "share_1"]

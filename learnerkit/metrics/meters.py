@@ -220,9 +220,7 @@ class Meter:
         Raises:
             ValueError: it is neither a single number nor a dict or a tensor (n,).
         """
-        if hasattr(value, "__array__"):  # such as a vector of scikit-learn
-            value = torch.as_tensor(value)
-        if isinstance(value, Tensor) and value.ndim == 1 and len(value) > 1:
+        if getattr(value, "ndim", 0) == 1 and len(value) > 1:  # also a vector of scikit-learn
             return {f"{self.name}_{i}": each for i, each in enumerate(value.tolist())}
         if not isinstance(value, Mapping):
             return self.scalar(value)
