@@ -185,7 +185,7 @@ def of_home(path: Path) -> Path:
     except RuntimeError as e:
         raise ValueError(
             f"got the path {str(path)!r}: {path.parts[0]!r} is no home directory of this machine; give the whole path, "
-            f"or './{path}' if a folder has this name"
+            f"or {str(path.absolute())!r} if a folder has this name"
         ) from e
 
 
