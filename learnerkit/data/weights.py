@@ -37,8 +37,8 @@ def labels_of(dataset: Any) -> Tensor | None:
         listed = getattr(dataset, "labels", getattr(dataset, "targets", None))
         listed = listed.to_list() if hasattr(listed, "to_list") else listed  # a column of a frame
     try:
-        labels = torch.as_tensor([] if listed is None else listed)
-    except (TypeError, ValueError, RuntimeError):  # the labels may be texts, or lists of several lengths
+        labels = torch.as_tensor(listed)
+    except (TypeError, ValueError, RuntimeError):  # there may be none; or texts, or lists of several lengths
         return None
     are_classes = labels.ndim == 1 and not labels.is_floating_point() and len(labels) and int(labels.long().min()) >= 0
     return labels.long().cpu() if are_classes and len(labels) == loader_len(dataset) else None

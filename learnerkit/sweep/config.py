@@ -10,6 +10,7 @@ import inspect
 import itertools
 import json
 import math
+import re
 import warnings
 import zlib
 from collections.abc import Iterator
@@ -121,9 +122,8 @@ def read_json(path: Path) -> Any:
         return entries
 
     try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")  # Windows marks the beginning of a file
-        text = "\n".join("" if line.lstrip().startswith("#") else line for line in lines)
-        return json.loads(text, object_pairs_hook=checked)
+        text = path.read_text(encoding="utf-8-sig")  # Windows marks the beginning of a file
+        return json.loads(re.sub(r"(?m)^[^\S\n]*#.*", "", text), object_pairs_hook=checked)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     except ConfigError:
