@@ -125,7 +125,7 @@ def begin(folder: Path, config: Config, command: Command) -> Command:
                     f"{folder} has a search in which {changed[0]} was different: give --dir for a new one, or remove "
                     "that directory"
                 )
-            command = replace(command, search=given["search"] or command.search)
+            command = replace(command, search=given.get("search") or command.search)
         plan = {"config": config.data, "command": asdict(command)}
         temporary = folder / f"sweep.json.{os.getpid()}.tmp"
         temporary.write_text(json.dumps(plan, indent=1), encoding="utf-8")
@@ -141,7 +141,10 @@ def joined(options: argparse.Namespace) -> tuple[Path, Config, Command]:
     config, given = read_plan(folder)
     if not given:
         raise ValueError(f"{folder / 'sweep.json'}: there is no command to run")
-    command = Command(**given)
+    try:
+        command = Command(**given)
+    except TypeError as error:  # its text names the entry
+        raise ValueError(f"{folder / 'sweep.json'}: another version of learnerkit has begun this ({error})") from error
     if command.words[0] != "-m" and not os.path.isfile(command.words[0]):
         raise ValueError(f"the search's script {command.words[0]} is not there on this machine")
     return folder, config, command

@@ -274,6 +274,25 @@ def test_a_command_that_cannot_be_used_is_one_line(words, said, capsys, monkeypa
     assert not Path("sweeps").exists()  # else the right command would be refused, as it is another one
 
 
+def test_a_search_of_another_version_is_gone_on_with_or_refused_in_one_line(capsys, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    write_config(maxCombo=1)
+    Path("t.py").write_text("print('loss: 1')")
+    assert main(["--dir", "there", "c.json", "t.py"]) == 0
+    plan = json.loads(Path("there/sweep.json").read_text())
+    del plan["command"]["search"]
+    Path("there/sweep.json").write_text(json.dumps(plan))
+    assert main(["--dir", "there", "c.json", "t.py"]) == 0
+    plan["command"]["later"] = True
+    Path("there/sweep.json").write_text(json.dumps(plan))
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        main(["--join", "there"])
+    printed = capsys.readouterr().err
+    assert "sweep.json: another version of learnerkit has begun this" in printed
+    assert "'later'" in printed
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [
