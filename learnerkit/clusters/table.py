@@ -267,7 +267,7 @@ def find(environ: Environ) -> Place | None:
         if (other.node, other.nodes) != (first.node, first.nodes):
             raise ValueError(f"{first}, but {other}")
     place = places[0] if places else counted(environ)
-    if place and place.node >= place.nodes:
+    if place and place.node >= place.nodes > 1:
         raise ValueError(f"{place.cluster} says number {place.node} of {place.nodes} ({place.why}), counted from 0")
     return place
 
