@@ -13,6 +13,7 @@ from rank_pool import Results
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD, AdamW
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from learnerkit import (
@@ -381,3 +382,19 @@ class Wrapped(nn.DataParallel):
     def forward(self, *args, **kwargs):
         self.used += 1
         return self.module(*args, **kwargs)
+
+
+class BlockingCopies(TorchDispatchMode):
+    """Notes the copies from the host to another device that wait for it; inside a FakeTensorMode no GPU is needed."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        copies = func in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
+        source = args[-1] if func is torch.ops.aten.copy_.default else args[0] if args else None
+        if copies and source.device.type == "cpu" != made.device.type and not (kwargs or {}).get("non_blocking"):
+            self.found.append(str(func))
+        return made

@@ -97,7 +97,7 @@ class RowsLoader(DataLoader):
             elif on_host:
                 yield [t.index_select(0, rows) for t in tensors]
             else:
-                yield [t.index_select(0, rows.to(t.device)) for t in tensors]
+                yield [t.index_select(0, rows.to(t.device, non_blocking=True)) for t in tensors]
 
 
 class IndexBatches(BatchSampler):

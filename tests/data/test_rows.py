@@ -5,6 +5,7 @@ from collections import namedtuple
 
 import pytest
 import torch
+from helpers import BlockingCopies
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.data import (
     BatchSampler,
@@ -80,14 +81,15 @@ def test_index_batches_fall_back_to_torch_for_other_samplers():
 
 @pytest.mark.parametrize("data", [lambda ds: ds, lambda ds: Subset(ds, [4, 1, -1])])
 def test_rows_that_are_on_an_accelerator_already_are_read_there(data, monkeypatch):
-    """The tensors have shapes and devices, and no values, so that this needs no accelerator."""
+    """And no batch waits for it. The tensors have shapes and devices, and no values: this needs no accelerator."""
     monkeypatch.setattr("learnerkit.data.rows.draw_seed", lambda generator=None: 0)
     monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
-    with FakeTensorMode():
+    with FakeTensorMode(), BlockingCopies() as copies:
         there = data(TensorDataset(torch.zeros(5, 2, device="cuda"), torch.zeros(5, device="cuda")))
         for sampler in (SequentialSampler(there), [2, 0]):
             for x, y in RowsLoader(there, batch_size=2, sampler=sampler, pin_memory=True):
                 assert (x.device.type, y.device.type) == ("cuda", "cuda")
+    assert copies.found == []
 
 
 def test_rows_that_are_not_there_are_refused():
