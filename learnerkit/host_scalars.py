@@ -81,7 +81,9 @@ class HostScalars:
         if device is None:
             self._host.extend(_to_floats(pending))
         else:
-            self._copy = HostCopy(torch.stack([torch.as_tensor(v, device=device) for v in pending]))
+            # `full` gives its number to a kernel; to copy a tensor that is made of it would wait for the device.
+            made = (v.to(device) if isinstance(v, Tensor) else torch.full((), v, device=device) for v in pending)
+            self._copy = HostCopy(torch.stack(list(made)))
 
     def _finish(self, copy: HostCopy) -> None:
         self._host.extend(copy.numbers())

@@ -4,7 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import BlockingCopies
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from learnerkit import host_scalars
 from learnerkit.host_scalars import HostCopy, HostScalars
 
 
@@ -126,6 +129,18 @@ def test_a_copy_is_over_when_its_own_device_has_made_it(monkeypatch):
     monkeypatch.setattr(torch, "Event", Event)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: f"stream of {device}")
     assert HostCopy(Values([1.0]))._done.stream == "stream of cuda:1"
+
+
+def test_numbers_beside_tensors_of_a_device_are_not_copied_there(monkeypatch):
+    """Such a copy waits for the device. The tensors have shapes and devices, and no values."""
+    monkeypatch.setattr(host_scalars, "HostCopy", lambda values: values)
+    row = HostScalars([0.0])
+    with FakeTensorMode(), BlockingCopies() as copies:
+        for value in (1, 2.5, True, torch.zeros((), device="cuda"), torch.zeros((), device="cuda", dtype=torch.int64)):
+            row.append(value)
+        row.poll()
+    assert (row._copy.shape, row._copy.dtype, row._copy.device.type) == ((5,), torch.float32, "cuda")
+    assert copies.found == []
 
 
 @pytest.mark.gpu
