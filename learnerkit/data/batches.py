@@ -20,6 +20,19 @@ def to_device(batch: Any, device: torch.device) -> Any:
     return map_batch(lambda t: _as_plain(t).to(device, non_blocking=True), batch, lambda x: _moved(x, device))
 
 
+def pinned(batch: Any) -> Any:
+    """Copy a nested batch to pinned memory, from which it goes to a GPU without blocking.
+
+    Tensors that are on a device already stay there: torch's loader would refuse them.
+    """
+    return map_batch(lambda t: t.pin_memory() if t.device.type == "cpu" else t, batch, _pinned)
+
+
+def _pinned(x: Any) -> Any:
+    """Pin an object of another library that has its own `pin_memory` method, or a packed sequence."""
+    return x.pin_memory() if callable(getattr(x, "pin_memory", None)) and not isinstance(x, type) else x
+
+
 def _moved(x: Any, device: torch.device) -> Any:
     """Move an object of another library that has its own `to` method, such as a batch of graphs."""
     return x.to(device) if callable(getattr(x, "to", None)) and not isinstance(x, type) else x

@@ -19,6 +19,8 @@ from torch.utils.data import (
     default_collate,
 )
 
+from learnerkit.data.batches import pinned
+
 
 def draw_seed(generator: torch.Generator | None = None) -> int:
     """Draw a seed as torch's loaders and samplers do, from the global generator or another."""
@@ -78,11 +80,24 @@ class RowsLoader(DataLoader):
 
     def __iter__(self) -> Any:  # torch's return type is a private class
         rows = _rows(self.dataset) if self.reads_rows else None
-        return super().__iter__() if rows is None else self._read_rows(self.batch_sampler, *rows)
+        if rows is not None:
+            return self._read_rows(self.batch_sampler, *rows)
+        if self.num_workers or not self._can_pin():
+            return super().__iter__()
+        try:
+            self.pin_memory = False  # torch's iterator, which looks at it once, cannot pin what is on the GPU already
+            batches = super().__iter__()
+        finally:
+            self.pin_memory = True
+        return map(pinned, batches)
+
+    def _can_pin(self) -> bool:
+        """Tell whether batches are to be pinned and can be: MPS has no pinned memory, as torch's loader warns."""
+        return self.pin_memory and torch.accelerator.is_available() and not torch.backends.mps.is_available()
 
     def _read_rows(self, batches: Any, tensors: tuple[Tensor, ...], index: Tensor | None) -> Iterator[list[Tensor]]:
         on_host = all(t.device.type == "cpu" for t in tensors)
-        pin = self.pin_memory and on_host and torch.accelerator.is_available()
+        pin = on_host and self._can_pin()
         # torch's loader draws a seed for its workers here; the same draw keeps the random streams equal.
         draw_seed(self.generator)
         if type(batches) is not IndexBatches or not batches.in_one_tensor:

@@ -9,11 +9,10 @@ from math import inf
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 from learnerkit import distributed
-from learnerkit.data.batches import loader_len
+from learnerkit.data.batches import loader_len, pinned
 from learnerkit.data.cuts import BatchCount, Dims, Share, cut_rows, cut_share, no_rows
 from learnerkit.data.iterable import LoaderView, read_on, say_read_forward, source_of
 from learnerkit.data.order import has_index, has_state, samplers_of, states_at_start, with_batches
@@ -23,7 +22,7 @@ from learnerkit.marks import collective
 from learnerkit.state import State
 from learnerkit.text import first_few
 from learnerkit.utils import itself, library_of, warn
-from learnerkit.values import digests, map_batch, tensors_in
+from learnerkit.values import digests, tensors_in
 
 if TYPE_CHECKING:
     from learnerkit.parallel.rank_step import RankStep
@@ -358,7 +357,7 @@ class RankStreamLoader(RankLoader):
 
 def _joined(dl: DataLoader, samples: Any) -> Any:
     batch = dl.collate_fn(samples)
-    return map_batch(Tensor.pin_memory, batch) if dl.pin_memory and torch.cuda.is_available() else batch
+    return pinned(batch) if dl.pin_memory and torch.cuda.is_available() else batch
 
 
 def rank_loader(

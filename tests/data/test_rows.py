@@ -92,6 +92,35 @@ def test_rows_that_are_on_an_accelerator_already_are_read_there(data, monkeypatc
     assert copies.found == []
 
 
+@pytest.fixture
+def with_accelerator(monkeypatch):
+    """As if there were an accelerator; tensors say which of them were pinned."""
+    pins = []
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
+    monkeypatch.setattr("torch.Tensor.pin_memory", lambda t: pins.append(t.device.type) or t)
+    return pins
+
+
+@pytest.mark.parametrize("collate", [None, lambda items: tuple(torch.stack(part) for part in zip(*items, strict=True))])
+def test_what_is_on_an_accelerator_already_is_not_pinned(collate, with_accelerator):
+    data = [(torch.zeros(2, device="meta"), torch.tensor(i)) for i in range(5)]
+    loader = RowsLoader(data, batch_size=2, pin_memory=True, collate_fn=collate)
+    for _ in range(2):
+        assert [(x.device.type, y.tolist()) for x, y in loader] == [("meta", [0, 1]), ("meta", [2, 3]), ("meta", [4])]
+    assert with_accelerator == ["cpu"] * 6
+    assert loader.pin_memory
+
+
+def test_memory_is_not_pinned_for_mps(monkeypatch, with_accelerator):
+    """Torch's loader warns that it does not do it there."""
+    monkeypatch.setattr("torch.backends.mps.is_available", lambda: True)
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda *args: torch.device("mps"))
+    assert len([*RowsLoader(numbers(5), batch_size=2, pin_memory=True)]) == 3
+    with pytest.warns(UserWarning, match="not supported on MPS"):
+        assert len([*RowsLoader(list(range(5)), batch_size=2, pin_memory=True)]) == 3
+    assert with_accelerator == []
+
+
 def test_rows_that_are_not_there_are_refused():
     for ds, sampler in ((numbers(5), [5]), (numbers(5), [-6]), (Subset(numbers(5), [5]), [0])):
         with pytest.raises(IndexError):
