@@ -398,3 +398,13 @@ class BlockingCopies(TorchDispatchMode):
         if copies and source.device.type == "cpu" != made.device.type and not (kwargs or {}).get("non_blocking"):
             self.found.append(str(func))
         return made
+
+
+class NoFloat64(TorchDispatchMode):
+    """Refuses to make numbers in float64, as MPS does."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and made.dtype in (torch.float64, torch.complex128):
+            raise TypeError(f"{func} would be in float64")
+        return made

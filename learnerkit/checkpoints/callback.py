@@ -800,9 +800,9 @@ def _not_finite(values: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return masks of the NaN or infinite values of tensors that have some, by name. A host-device sync."""
     tensors = {name: local(t) for name, t in values.items() if isinstance(t, Tensor)}
     floats = {name: t for name, t in tensors.items() if t.dtype in _FLOATS and t.numel()}
-    sums = [t.sum(dtype=torch.float32 if t.itemsize < 4 else None).abs().double() for t in floats.values()]
-    finite = torch.stack([each.to(sums[0].device) for each in sums]).isfinite().tolist() if sums else []
-    # A sum of finite values may overflow: then the mask is empty.
+    sums = [t.sum(dtype=torch.float32 if t.itemsize < 4 else None).abs() for t in floats.values()]
+    # In float32, as MPS has no float64. A sum of finite values may overflow: then the mask is empty.
+    finite = torch.stack([each.to(sums[0].device, torch.float32) for each in sums]).isfinite().tolist() if sums else []
     return {name: ~t.isfinite() for (name, t), is_finite in zip(floats.items(), finite, strict=True) if not is_finite}
 
 

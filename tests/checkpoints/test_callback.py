@@ -23,6 +23,7 @@ import pytest
 import torch
 from helpers import (
     KeepsGradients,
+    NoFloat64,
     make_data,
     make_dls,
     make_learner,
@@ -71,6 +72,7 @@ from learnerkit import learner as learner_module
 from learnerkit.callbacks.recorder import PastFit
 from learnerkit.callbacks.schedule import SchedLin
 from learnerkit.checkpoints import storage
+from learnerkit.checkpoints.callback import _not_finite
 
 EPOCH = STEPS // EPOCHS
 
@@ -1074,6 +1076,18 @@ def test_a_frozen_parameter_may_be_infinite(tmp_path):
     with learn.no_logging():
         learn.fit(1)
     assert [p.name for p in tmp_path.glob("fit*")] == ["fit0-epoch0-step2-done"]
+
+
+def test_what_is_not_finite_is_found_without_float64():
+    """MPS has none."""
+    fine = {"a": torch.ones(3), "b": torch.full((9,), 60_000.0).half(), "c": torch.ones(2, dtype=torch.complex64)}
+    bad = {"d": torch.tensor([1.0, torch.inf]), "e": torch.tensor([torch.nan, 1.0]).bfloat16()}
+    large = {"f": torch.full((2,), 3e38), "g": torch.tensor([True])}
+    with NoFloat64():
+        masks = _not_finite(fine | bad | large | {"h": 3})
+    found = {name: mask.tolist() for name, mask in masks.items() if mask.any()}
+    assert found == {"d": [False, True], "e": [True, False]}
+    assert not _not_finite({"wide": torch.ones(2, dtype=torch.float64)})
 
 
 class OneBadSample(Callback):
