@@ -227,8 +227,14 @@ def training_modes(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
+def with_index(device: torch.device) -> torch.device:
+    """Return a device as its tensors name it: that of 'cuda' is 'cuda:0', or another that is the current one."""
+    return device if device.type == "cpu" or device.index is not None else torch.empty(0, device=device).device
+
+
 def is_placed(modules: Iterable[nn.Module], device: torch.device) -> bool:
     """Tell whether all tensors of these modules are on this device and have shapes."""
+    device = with_index(device)
     for module in modules:
         for t in own_tensors(module):
             if t.device != device or is_lazy(t):

@@ -8,6 +8,7 @@ import torch
 from fastcore.foundation import L
 from helpers import make_model
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from learnerkit import utils
 from learnerkit.explain import is_out_of_memory
@@ -150,6 +151,14 @@ def on(*devices):
 )
 def test_a_model_spans_devices_by_its_parameters(devices, found):
     assert utils.spanned_devices(on(*devices)) == list(map(torch.device, found))
+
+
+def test_a_model_on_a_device_without_a_number_is_placed():
+    """It is on 'cuda:0' when it was moved to 'cuda'. These tensors have a device and no values."""
+    with FakeTensorMode():
+        model = nn.Linear(2, 2, device="cuda")
+        for named, is_there in (("cuda", True), ("cuda:0", True), ("cuda:1", False), ("cpu", False)):
+            assert utils.is_placed(model.modules(), torch.device(named)) == is_there
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ from learnerkit.data.stream import (
 )
 from learnerkit.data.weights import count_classes, labels_of, sample_weights
 from learnerkit.text import did_you_mean, first_few
-from learnerkit.utils import check_keywords, suggests_keywords
+from learnerkit.utils import check_keywords, suggests_keywords, with_index
 from learnerkit.values import describe
 
 _WITHOUT_WORKERS: dict[str, Any] = {"timeout": 0, "prefetch_factor": None, "multiprocessing_context": None}
@@ -550,7 +550,7 @@ class Unpacker:
     def __init__(
         self, dls: DataLoaders, dl: Any, device: torch.device, arguments: Sequence[str] | None, sharded: bool
     ) -> None:
-        self.dls, self.device = dls, device
+        self.dls, self.device = dls, with_index(device)
         self.arguments, self.sharded = arguments, sharded
         self.dl = dl
         self._stream = stream_of(dl)

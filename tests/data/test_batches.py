@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils.rnn import pack_sequence
 
 from learnerkit import DataLoaders
@@ -104,6 +105,13 @@ def test_a_batch_is_split_into_inputs_and_targets():
 
 def unpacked(dls, batch, device, arguments=None):
     return Unpacker(dls, None, torch.device(device), arguments, sharded=False)(batch, 0)
+
+
+def test_batches_that_are_on_cuda_already_are_known():
+    """Their tensors name 'cuda:0'; what is elsewhere takes the longer way."""
+    with FakeTensorMode():
+        there = torch.ones(3, device="cuda").device
+        assert Unpacker(DataLoaders([1]), None, torch.device("cuda"), None, sharded=False).device == there
 
 
 def test_unpack_is_split_of_a_batch_on_the_device():
