@@ -20,11 +20,13 @@ from learnerkit import (
     Callback,
     CheckpointCallback,
     DataLoaders,
+    Dice,
     GradientAccumulation,
     GradientClip,
     Learner,
     MixedPrecision,
     MixUp,
+    Recorder,
     accuracy,
     set_seed,
 )
@@ -48,7 +50,8 @@ def trained(device, epochs=2, model=None, cbs=(), data=double_data, **kwargs):
     """A learner that has trained in order of the data, in float64 unless there is a model."""
     dls = DataLoaders(DataLoader(data(40), 8), DataLoader(data(16, seed=1), 8), device=device)
     model = net().double() if model is None else model
-    learn = Learner(dls, model, nn.CrossEntropyLoss(), metrics=accuracy, cbs=list(cbs), **{"lr": 0.05} | kwargs)
+    kwargs = {"lr": 0.05, "metrics": accuracy} | kwargs
+    learn = Learner(dls, model, nn.CrossEntropyLoss(), cbs=list(cbs), **kwargs)
     with learn.no_bar(), learn.no_logging():
         learn.fit(epochs)
     return learn
@@ -98,7 +101,9 @@ def test_a_checkpoint_goes_on_bit_by_bit(tmp_path):
         dls = DataLoaders.from_datasets(make_classes(40, 6), make_classes(16, 6, seed=1), bs=8, device="cuda")
         cbs = [MixedPrecision("fp16"), EMA(0.9), MixUp(), Interrupt()]
         cbs.append(CheckpointCallback(tmp_path, every=1, resume=True))
-        return Learner(dls, nn.Sequential(nn.Dropout(0.2), net()), nn.CrossEntropyLoss(), cbs=cbs, lr=0.05)
+        cbs.append(Recorder(train_metrics=True))
+        model = nn.Sequential(nn.Dropout(0.2), net())
+        return Learner(dls, model, nn.CrossEntropyLoss(), cbs=cbs, metrics=Dice(), lr=0.05)
 
     def ended(learn):
         with learn.no_bar(), learn.no_logging():
@@ -164,6 +169,37 @@ def test_batches_are_pinned_and_copied_without_a_wait(workers):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert next(learn.model.parameters()).is_cuda
+
+
+def test_a_dataset_on_the_gpu_is_read_without_a_wait():
+    data = TensorDataset(torch.randn(64, 6, device="cuda"), torch.arange(64, device="cuda") % 3)
+    learn = Learner(DataLoaders.from_datasets(data, data, bs=8, device="cuda"), net(), nn.CrossEntropyLoss(), lr=0.01)
+
+    def strict(cb):
+        torch.cuda.set_sync_debug_mode("error" if cb.training and 0 < cb.iter < 7 else "default")
+
+    try:
+        with learn.no_logging():
+            learn.fit(2, cbs=Callback(after_batch=strict, order=1000))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_samples_that_are_on_the_gpu_are_not_pinned():
+    data = [(x.cuda(), y) for x, y in make_classes(32, 6)]
+    learn = Learner(DataLoaders.from_datasets(data, data, bs=8, device="cuda"), net(), nn.CrossEntropyLoss(), lr=0.01)
+    with learn.no_logging():
+        learn.fit(1)
+    assert learn.predict(learn.dls.one_batch()[0][0]).pred.shape == (3,)
+    assert learn.get_preds(dl=learn.dls.test_dl([x for x, _ in data]))[0].shape == (32, 3)
+
+
+def test_metrics_of_torchmetrics_follow_the_predictions():
+    classification = pytest.importorskip("torchmetrics.classification")
+    metrics = {"own": accuracy, "theirs": classification.MulticlassAccuracy(3, average="micro")}
+    learn = trained("cuda", metrics=metrics)
+    own, theirs = learn.final_record[-2:]
+    assert own == pytest.approx(theirs)
 
 
 @pytest.mark.parametrize("opt_func", [AdamW, partial(SGD, momentum=0.9)])
