@@ -1184,6 +1184,7 @@ class Learner(RunState):
             )
         for opt in self.opts:
             optim.keep_base_rates(opt)
+            optim.mend_kernels(opt)  # which a copy of this learner has without them
 
     def _new_opt(self) -> None:
         """Make an optimizer by `create_opt`."""

@@ -19,6 +19,7 @@ from inspect import signature
 from itertools import chain
 from numbers import Real
 from typing import Any, TypeGuard
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -262,14 +263,25 @@ def _made(opt_func: Callable, groups: list[dict], lr: float, model: nn.Module) -
     if has_kernel and is_free and not is_sparse and all(p.is_floating_point() for p in model.parameters()):
         try:
             made = opt_func([dict(group) for group in groups], lr=lr, fused=True)
-            if isinstance(made, SGD):
-                _start_momenta_late(made)
-            if all(p.device.type == "cpu" for p in parameters_of([made])):
-                _keep_layouts(made)
+            mend_kernels(made)
             return made
         except RuntimeError:  # there is no fused kernel for this device, or for these types
             pass
     return opt_func(groups, lr=lr)
+
+
+_mended = WeakSet[Optimizer]()
+
+
+def mend_kernels(opt: Optimizer) -> None:
+    """Let torch's fused kernels train what its plain implementations train, by hooks that a copy of `opt` lacks."""
+    if opt in _mended or not isinstance(opt, _WITH_KERNEL) or not any(g.get("fused") for g in opt.param_groups):
+        return
+    _mended.add(opt)
+    if isinstance(opt, SGD):
+        _start_momenta_late(opt)
+    if all(p.device.type == "cpu" for p in parameters_of([opt])):
+        _keep_layouts(opt)
 
 
 def _start_momenta_late(opt: SGD) -> None:

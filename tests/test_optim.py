@@ -1,6 +1,7 @@
 """Parameter groups, rates and weight decay, as a Learner uses them."""
 
 import copy
+import pickle
 from collections import defaultdict, namedtuple
 from contextlib import suppress
 from functools import partial
@@ -1525,6 +1526,27 @@ def test_a_parameter_may_get_its_first_gradient_later_after_a_state_is_lost(agai
             learn.fit(1)
             learn.model[0].requires_grad_(True)
         learn.fit(1)
+        found.append(weights(learn.model))
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda learn: pickle.loads(pickle.dumps(learn))])
+@pytest.mark.parametrize("change", ["thawed", "laid out anew"])
+def test_a_copy_of_a_learner_trains_as_the_learner_does(copied, change):
+    """torch leaves the hooks of an optimizer out of its copies."""
+
+    def turn(cb):
+        weight = cb.model[0].weight
+        weight.data = weight.data.T.contiguous().T
+
+    found = []
+    for options in ({}, {"fused": False}):
+        learn = make_learner(opt_func=partial(SGD, momentum=0.9, **options))
+        learn.model[0].requires_grad_(change != "thawed")
+        learn.fit(1)
+        learn = copied(learn)
+        learn.model[0].requires_grad_(True)
+        learn.fit(1, cbs=Callback(before_step=turn) if change != "thawed" else None)
         found.append(weights(learn.model))
     torch.testing.assert_close(*found)
 
