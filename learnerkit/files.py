@@ -186,7 +186,7 @@ def place_of(learn: "Learner", file: File) -> AnyPath | BinaryIO:
         raise TypeError(f"got file={file!r}; it is a name, a path, or a file open in binary mode")
     if not name.endswith(SAFETENSORS):
         name = f"{name.removesuffix('.pth')}.pth"
-    return learn.path / learn.model_dir / name
+    return Path(learn.path) / learn.model_dir / name  # a user may have assigned a str
 
 
 def save_whole(obj: Any, file: AnyPath | BinaryIO) -> None:

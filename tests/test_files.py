@@ -120,6 +120,14 @@ def test_the_directory_is_path_and_model_dir(tmp_path):
     assert [p.name for p in (tmp_path / "here" / "there" / "deep").iterdir()] == ["one.pth"]
 
 
+def test_directories_that_are_set_as_text_are_used(tmp_path):
+    learn = make_learner(cbs=CSVLogger())
+    learn.path, learn.model_dir = str(tmp_path), "weights"
+    learn.fit(1)
+    assert learn.save("a").parent == learn.export("a").parent == tmp_path / "weights"
+    assert (tmp_path / "history.csv").exists()
+
+
 def test_a_path_is_taken_as_it_is(tmp_path):
     learn = make_learner()
     for path in (tmp_path / "a" / "b.bin", Path("relative.pt"), Path("..") / tmp_path.name / "up.pth"):

@@ -67,7 +67,7 @@ def exported_path(fname: Any, folder: Path) -> AnyPath:
 @collective
 def export(learn: "Learner", fname: Any) -> AnyPath:
     """Write the file for `Learner.export` (see there)."""
-    path = exported_path(fname, learn.path / learn.model_dir)
+    path = exported_path(fname, Path(learn.path) / learn.model_dir)
     if path.suffix == ONNX:
         require_onnx()
     if path.suffix != files.SAFETENSORS:

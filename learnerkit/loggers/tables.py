@@ -38,7 +38,7 @@ class _FileLogger(Logger):
 
     def _place(self) -> Path:
         """Return the path of the file, to which links have led."""
-        return followed(self.learn.path / self.fname if isinstance(self.fname, str) else self.fname)
+        return followed(Path(self.learn.path) / self.fname if isinstance(self.fname, str) else self.fname)
 
     def _path(self) -> Path:
         """Return the path of the file, and make its folder; the script may leave its own."""
