@@ -1192,8 +1192,6 @@ class Learner(RunState):
         made = self.create_opt()
         self.opt = self.opt if made is None else made
         self._note_opt()
-        # A backward pass that the user has tried before is not part of the first step, and moves no frozen weights.
-        optim.clear_gradients(self.opt)
 
     def _note_opt(self) -> None:
         """Note the optimizer as one that the learner has made, and what it leaves out."""
@@ -1204,6 +1202,8 @@ class Learner(RunState):
     def _prepare_opt(self, lr: Any = None, wd: float | Mapping | None = None, reset: bool = False) -> None:
         """Set up an optimizer with these hyper-parameters, or the Learner's own."""
         self._make_opt(reset)
+        # A backward pass that the user has tried before is not part of the first step, and moves no frozen weights.
+        optim.clear_gradients(self.opt)
         if not overrides(self, "_step") and arguments.needs_closure(self.opts):
             arguments.check_closure(self)
             vars(self)["_step"] = self._step_by_closure

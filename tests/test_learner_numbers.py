@@ -67,10 +67,13 @@ def test_a_shuffled_fit_sees_the_order_of_a_loop_by_hand(from_datasets, bs, epoc
 
 
 @pytest.mark.parametrize("accumulated", [False, True])
-def test_a_backward_pass_before_the_first_fit_is_not_part_of_its_first_step(accumulated):
+@pytest.mark.parametrize("n_fits", [0, 1])
+def test_a_backward_pass_before_a_fit_is_not_part_of_its_first_step(accumulated, n_fits):
     fits = []
     for tried in (False, True):
         learn = make_learner(cbs=GradientAccumulation(n_batches=2) if accumulated else None)
+        for _ in range(n_fits):
+            learn.fit(1)
         layer = next(m for m in learn.model.modules() if [*m.parameters(recurse=False)])
         frozen = [p.clone() for p in layer.parameters()]
         if tried:
