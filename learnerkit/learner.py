@@ -306,7 +306,7 @@ class Learner(RunState):
         self.dls, self.model = dls, made
         self.loss_func = loss_func
         self.opt_func, self.splitter = opt_func, splitter
-        self.lr = optim.bound_rate(opt_func) if lr is None else lr
+        self.lr = lr
         self.metrics = metrics if isinstance(metrics, Mapping) else listify(metrics)
         self.path, self.model_dir = files.local_path("path", path), files.local_path("model_dir", model_dir)
         self.wd, self.wd_bn_bias = wd, wd_bn_bias
@@ -1230,7 +1230,11 @@ class Learner(RunState):
 
     @lr.setter
     def lr(self, lr: Rates | None) -> None:
-        self._named_lr = optim.listed(lr)
+        self._own_lr = optim.listed(lr)
+
+    @property
+    def _named_lr(self) -> Any:
+        return optim.bound_rate(self.opt_func) if self._own_lr is None else self._own_lr
 
     @property
     def effective_batch_size(self) -> int | None:

@@ -1530,6 +1530,16 @@ def test_a_parameter_may_get_its_first_gradient_later_after_a_state_is_lost(agai
     torch.testing.assert_close(*found)
 
 
+@pytest.mark.parametrize("n_fits", [0, 1])
+def test_the_rate_in_an_opt_func_that_is_set_later_counts(n_fits):
+    learn = make_learner(opt_func=partial(Adam, lr=0.5), lr=None)
+    for _ in range(n_fits):
+        learn.fit(1)
+    learn.opt_func = partial(SGD, lr=0.125)
+    learn.fit(1, reset_opt=True)
+    assert [group["lr"] for group in learn.opt.param_groups] == [learn.lr] == [0.125]
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda learn: pickle.loads(pickle.dumps(learn))])
 @pytest.mark.parametrize("change", ["thawed", "laid out anew"])
 def test_a_copy_of_a_learner_trains_as_the_learner_does(copied, change):
