@@ -123,6 +123,9 @@ _EVENTS = {
 _made = count()
 """A counter that numbers the learners of this process, in the order in which they are made."""
 
+_in_runs = list[nn.Module]()
+"""The models of the runs that go on now, of all learners of this process."""
+
 # Switched off in `Learner.predict`.
 _SWITCHED_OFF = (ProgressCallback, parallel.DistributedCallback, parallel.DataParallelCallback)
 _LEFT_OUT = (*_SWITCHED_OFF, TrainEvalCallback)
@@ -1135,13 +1138,14 @@ class Learner(RunState):
         outer = {name: getattr(self, name) for name in (TRANSIENT if fitting else (*TRANSIENT, *COUNTERS))}
         # Those of the batch in which a callback evaluates are needed again.
         parts_kept = replaced(self._loss_weighting, counted={}, factors={})
-        agreement = parallel.agreement_for(self, task)
+        agreement, model = parallel.agreement_for(self, task), unwrap(self.model)
         with parts_kept, self.added_cbs(cbs), training_modes(self.model), kept_flags(self.cbs), agreement:
             sets_modes = [cb for cb in self.cbs if isinstance(cb, TrainEvalCallback) and not nested]
             for cb in sets_modes:
-                cb.note_modes(unwrap(self.model))
+                cb.note_modes(model)
             self.task, self._dispatch = task, parallel.dispatch(self, fitting)
             self._in_fit = self._in_fit or task not in ("validate", "predict")
+            _in_runs.append(model)
             try:
                 yield nested
             except Exception as e:
@@ -1150,6 +1154,7 @@ class Learner(RunState):
                     explain_memory(self, e)
                 raise
             finally:
+                _in_runs.remove(model)
                 self._dispatch.close()
                 for name, value in outer.items():
                     setattr(self, name, value)
@@ -1162,7 +1167,9 @@ class Learner(RunState):
                 for cb in sets_modes:
                     cb.note_modes(None)
         if sets_modes and task in ("fit", "validate", "predict"):  # other tasks leave no trace
-            self.model.eval()
+            # A callback of another learner, whose model has the same parts, may have made this run.
+            if {*model.modules()}.isdisjoint(m for each in [*_in_runs] for m in each.modules()):
+                self.model.eval()
 
     def _make_opt(self, reset: bool = False) -> None:
         """Make an optimizer, if there is none, if `reset` is set, or if the model has got other parameters."""

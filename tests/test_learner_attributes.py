@@ -175,6 +175,25 @@ def test_evaluation_in_mid_fit_changes_nothing(verb, event, training):
     assert asked.recorder.lrs == plain.recorder.lrs
 
 
+@pytest.mark.parametrize("part", ["whole", "within", "around"])
+@pytest.mark.parametrize("verb", ["validate", "get_preds", "fit"])
+def test_a_run_of_another_learner_in_mid_fit_leaves_the_modes_of_what_they_share(verb, part):
+    def hook(cb):
+        modes = [m.training for m in cb.model.modules()]
+        getattr(other, verb)(*[1][: verb == "fit"])
+        assert [m.training for m in cb.model.modules()] == modes
+
+    model = nn.Sequential(make_model(n_out=2, dropout=0.3), nn.Linear(2, 1))
+    models = {"whole": model, "within": nn.Sequential(model[0], nn.Linear(2, 1)), "around": nn.Sequential(model)}
+    other = make_learner(model=models[part])
+    learn = make_learner(model=model, cbs=Callback(after_step=hook))
+    learn.fit(1)
+    assert not any(m.training for m in learn.model.modules())
+    other.model.train()
+    getattr(other, verb)(*[1][: verb == "fit"])
+    assert not any(m.training for m in other.model.modules())
+
+
 def test_evaluation_in_mid_fit_is_what_it_is_outside():
     found = {}
 
