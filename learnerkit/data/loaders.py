@@ -420,7 +420,7 @@ class DataLoaders:
         self._twins = {key: pair for key, pair in self._twins.items() if self._owns(pair[0])}
         key = (id(dl), training, per_sample)
         _, copied = self._twins.get(key, (dl, None))
-        if copied is None:
+        if copied is None or copied.collate_fn is not dl.collate_fn:  # torch lets a user set another
             dataset = PerSample(dl.dataset) if per_sample else dl.dataset
             copied = with_batches(dl, dataset=dataset, **replaced_sampler(dl))
             if self._owns(dl):

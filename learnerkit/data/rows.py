@@ -79,7 +79,8 @@ class RowsLoader(DataLoader):
             self.__dict__["batch_sampler"] = IndexBatches(self.sampler, self.batch_size, self.drop_last)
 
     def __iter__(self) -> Any:  # torch's return type is a private class
-        rows = _rows(self.dataset) if self.reads_rows else None
+        # Another `collate_fn` may have been set meanwhile, as torch's loader allows.
+        rows = _rows(self.dataset) if self.reads_rows and self.collate_fn is default_collate else None
         if rows is not None:
             return self._read_rows(self.batch_sampler, *rows)
         if self.num_workers or not self._can_pin():

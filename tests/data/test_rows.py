@@ -5,19 +5,22 @@ from collections import namedtuple
 
 import pytest
 import torch
-from helpers import BlockingCopies
+from helpers import BlockingCopies, make_learner
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
     RandomSampler,
+    Sampler,
     SequentialSampler,
     Subset,
     SubsetRandomSampler,
     TensorDataset,
+    default_collate,
 )
 
+from learnerkit import Callback, DataLoaders
 from learnerkit.data.rows import IndexBatches, RowsLoader
 
 Pair = namedtuple("Pair", "a b")
@@ -141,3 +144,30 @@ def test_workers_are_forked_with_any_python_unless_asked_otherwise():
     asked = RowsLoader(OfThisTest(), num_workers=1, multiprocessing_context="spawn")
     assert asked.multiprocessing_context.get_start_method() == "spawn"
     assert RowsLoader(OfThisTest(), batch_size=2).multiprocessing_context is None
+
+
+class Backwards(Sampler):
+    def __init__(self, data):
+        self.data = data
+
+    def __iter__(self):
+        return iter(range(len(self.data) - 1, -1, -1))
+
+    def __len__(self):
+        return len(self.data)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"sampler": Backwards}])
+@pytest.mark.parametrize("kind", [RowsLoader, DataLoader])
+def test_a_collate_fn_that_is_set_between_fits_is_called(kind, options):
+    def doubled(rows):
+        return [2 * x for x in default_collate(rows)]
+
+    data = TensorDataset(torch.randn(8, 4), torch.randn(8, 1))
+    options = {name: x(data) if name == "sampler" else x for name, x in options.items()}
+    dls, read = DataLoaders(kind(data, batch_size=4, **options), device="cpu"), []
+    learn = make_learner(dls, cbs=Callback(before_batch=lambda cb: read.append(cb.x.clone())))
+    learn.fit(1)
+    dls.train.collate_fn = doubled
+    learn.fit(1)
+    assert all(map(torch.equal, read[2:], [2 * x for x in read[:2]]))
