@@ -1166,10 +1166,10 @@ class Learner(RunState):
                     self._part()
                 for cb in sets_modes:
                     cb.note_modes(None)
-        if sets_modes and task in ("fit", "validate", "predict"):  # other tasks leave no trace
-            # A callback of another learner, whose model has the same parts, may have made this run.
-            if {*model.modules()}.isdisjoint(m for each in [*_in_runs] for m in each.modules()):
-                self.model.eval()
+        # A callback of another learner, whose model has the same parts, may have made this run.
+        is_outer = {*model.modules()}.isdisjoint(m for run in [*_in_runs] for m in run.modules())
+        if sets_modes and is_outer and task in ("fit", "validate", "predict"):  # other tasks leave no trace
+            self.model.eval()
 
     def _make_opt(self, reset: bool = False) -> None:
         """Make an optimizer, if there is none, if `reset` is set, or if the model has got other parameters."""
