@@ -478,6 +478,18 @@ def test_a_model_without_a_registered_layer_says_so():
         learner(model=Listed()).fit(1)
 
 
+@pytest.mark.parametrize(
+    ("frozen", "told"), [(True, "all parameters of the model are frozen"), (False, "gradients are switched off")]
+)
+def test_a_later_fit_without_gradients_says_what_takes_them(frozen, told):
+    learn = make_learner()
+    learn.fit(1)
+    learn.model.requires_grad_(not frozen)
+    with torch.set_grad_enabled(frozen), pytest.raises(RuntimeError) as e:
+        learn.fit(1)
+    assert [note for note in notes(e.value) if told in note] == notes(e.value)
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.filterwarnings("ignore:the datasets are not the same on all ranks")
 def test_a_mistake_is_explained_on_the_rank_that_fails():

@@ -8,7 +8,7 @@ from traceback import walk_tb
 from types import FrameType
 from typing import Any
 
-from torch import Tensor, autograd, float64, int64, nn, uint8
+from torch import Tensor, autograd, float64, int64, is_grad_enabled, nn, uint8
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
@@ -113,6 +113,10 @@ def of_run(learn: "Learner", error: Exception, text: str) -> str:
                 "this is what torch.autograd.grad was given, not the loss; if an optimizer differentiates gradients, "
                 "such as AdaHessian, let `_backward` call self.loss_grad.backward(create_graph=True)"
             )
+        if not any(p.requires_grad for p in learn.model.parameters()):
+            return "all parameters of the model are frozen: learn.unfreeze(), or p.requires_grad_(True) of some of them"
+        if not is_grad_enabled():
+            return "fit was called where gradients are switched off, as in `with torch.no_grad():`: call it outside"
         return (
             "the loss does not depend on the model's parameters: look for no_grad, detach, .data, .item() or .numpy() "
             "in forward and in the loss"
