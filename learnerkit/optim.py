@@ -315,7 +315,8 @@ def _keep_layouts(opt: Optimizer) -> None:
             known[:] = strides
             state_to_params(opt)
             for group in opt.param_groups:  # a new tensor has the layout of another one, but none of its gaps
-                dense = all(torch.empty_like(p).stride() == p.stride() for p in group["params"])
+                others = (p for p in group["params"] if not p.is_contiguous())
+                dense = all(torch.empty_like(p, device="meta").stride() == p.stride() for p in others)
                 group["fused"] = group["fused"] and dense
         for p, own in zip(params, strides, strict=True):
             grad = p.grad
