@@ -219,7 +219,10 @@ class DistributedCallback(Callback):
         place = socket.gethostname(), list(map(str, spanned_devices(learn.model)))
         own = [list(_content(getattr(dl, "dataset", dl))) for dl in (train, valid)]
         kinds = {type(cb).__name__ for cb in _everywhere(learn.cbs) if is_ours(type(cb)) and not cb.only_fit}
-        places, everyone, contents, acting = zip(*distributed.all_gather((place, facts, own, kinds)), strict=True)
+        told = distributed.all_gather((place, facts, own, kinds))
+        if not all(isinstance(each, tuple) for each in told):
+            raise distributed.not_together("a rank gathers something else where a fit begins")
+        places, everyone, contents, acting = zip(*told, strict=True)
         check_devices(places)
         for name in dict.fromkeys(name for other in everyone for name in other):
             # Some ranks may lack a callback.
