@@ -1210,7 +1210,7 @@ class Learner(RunState):
         """Set up an optimizer with these hyper-parameters, or the Learner's own."""
         self._make_opt(reset)
         # A backward pass that the user has tried before is not part of the first step, and moves no frozen weights.
-        optim.clear_gradients(self.opt)
+        self.model.zero_grad()
         if not overrides(self, "_step") and arguments.needs_closure(self.opts):
             arguments.check_closure(self)
             vars(self)["_step"] = self._step_by_closure
