@@ -140,6 +140,11 @@ Callbacks = Callback | type[Callback] | Iterable[Callback | type[Callback]] | No
 """Callbacks in the form that `fit` takes."""
 
 
+def _is_in_run(model: nn.Module) -> bool:
+    """Tell whether a run goes on whose model has a part of this one, as where a callback runs another learner."""
+    return not {*model.modules()}.isdisjoint(module for each in [*_in_runs] for module in each.modules())
+
+
 def scaling_rate() -> Any:
     """Return the module `learnerkit.scaling.rate`, imported at the first call."""
     from learnerkit.scaling import rate
@@ -1166,9 +1171,7 @@ class Learner(RunState):
                     self._part()
                 for cb in sets_modes:
                     cb.note_modes(None)
-        # A callback of another learner, whose model has the same parts, may have made this run.
-        is_outer = {*model.modules()}.isdisjoint(m for run in [*_in_runs] for m in run.modules())
-        if sets_modes and is_outer and task in ("fit", "validate", "predict"):  # other tasks leave no trace
+        if sets_modes and task in ("fit", "validate", "predict") and not _is_in_run(model):  # others leave no trace
             self.model.eval()
 
     def _make_opt(self, reset: bool = False) -> None:

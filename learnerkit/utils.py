@@ -60,12 +60,14 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-def accepts(function: Any, *args: Any) -> bool:
-    """Tell whether a function can be called with these arguments; of one in C that has no signature this is unknown."""
+def accepts(function: Any, *args: Any) -> bool | None:
+    """Tell whether a function can be called with these arguments; `None` for one in C that has no signature."""
     try:
         signature(function).bind(*args)
-    except (TypeError, ValueError):
+    except TypeError:
         return False
+    except ValueError:
+        return None
     return True
 
 

@@ -59,7 +59,7 @@ class TrainEvalCallback(Callback):
     def before_fit(self) -> None:
         learn = self.learn
         reset = getattr(unwrap(learn.model), "reset", None)
-        if callable(reset) and accepts(reset):
+        if callable(reset) and accepts(reset) is not False:
             reset()
         if learn.task not in ("validate", "predict"):
             if self._model is not None:

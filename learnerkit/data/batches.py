@@ -17,7 +17,7 @@ from learnerkit.values import describe, entries, is_nested, map_batch, tensors_i
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """Move a nested batch to `device`: tensors (without blocking from pinned memory) and objects with a `to` method."""
-    return map_batch(lambda t: _as_plain(t).to(device, non_blocking=True), batch, lambda x: _moved(x, device))
+    return map_batch(lambda t: _as_plain(t).to(device, non_blocking=True), batch, lambda x: _by_method(x, "to", device))
 
 
 def pinned(batch: Any) -> Any:
@@ -25,17 +25,15 @@ def pinned(batch: Any) -> Any:
 
     Tensors that are on a device already stay there: torch's loader would refuse them.
     """
-    return map_batch(lambda t: t.pin_memory() if t.device.type == "cpu" else t, batch, _pinned)
+    return map_batch(
+        lambda t: t.pin_memory() if t.device.type == "cpu" else t, batch, lambda x: _by_method(x, "pin_memory")
+    )
 
 
-def _pinned(x: Any) -> Any:
-    """Pin an object of another library that has its own `pin_memory` method, or a packed sequence."""
-    return x.pin_memory() if callable(getattr(x, "pin_memory", None)) and not isinstance(x, type) else x
-
-
-def _moved(x: Any, device: torch.device) -> Any:
-    """Move an object of another library that has its own `to` method, such as a batch of graphs."""
-    return x.to(device) if callable(getattr(x, "to", None)) and not isinstance(x, type) else x
+def _by_method(x: Any, name: str, *args: Any) -> Any:
+    """Return what a method of an object of another library returns, such as a batch of graphs; `x` if it has none."""
+    method = getattr(x, name, None)
+    return method(*args) if callable(method) and not isinstance(x, type) else x
 
 
 def _as_plain(t: Tensor) -> Tensor:

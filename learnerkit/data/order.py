@@ -77,7 +77,7 @@ def has_state(x: Any) -> bool:
     The datasets of litdata and of mosaicml-streaming have one for their own loaders, which give it arguments.
     """
     methods = [getattr(x, name, None) for name in ("state_dict", "load_state_dict")]
-    return all(map(callable, methods)) and accepts(methods[0])
+    return all(map(callable, methods)) and accepts(methods[0]) is not False
 
 
 def order_sources(dl: Any) -> list[Any]:

@@ -424,6 +424,7 @@ class StatesMeter(_CombiningMeter):
         self._places: dict[tuple[int, str], list] = {}  # the places of the items of list states
         self._newest: dict[tuple[int, str], Any] = {}  # the last of these items, if it was added in this process
         self._loaded: list[list[str]] = []  # the names of each holder's loaded states that were on an accelerator
+        self._device: torch.device | None = None  # of the predictions, to which all this has been moved
         self._of_this_rank()
 
     def _of_this_rank(self) -> None:
@@ -432,7 +433,7 @@ class StatesMeter(_CombiningMeter):
     def update(self, place: int, size: int, pred: Any, targets: tuple) -> None:
         """Update the metric, and note the place of each new item of a list."""
         device = next((t.device for t in tensors_in((pred, targets))), None)
-        if device is not None:
+        if device is not None and device != self._device:
             self._follow(device)
         super().update(place, size, pred, targets)
         if distributed.world_size() > 1:
@@ -445,7 +446,7 @@ class StatesMeter(_CombiningMeter):
                 holder.object.to(device)
             for name in names:
                 setattr(holder.object, name, moved(getattr(holder.object, name), device))
-        self._loaded = []
+        self._device = device
 
     def _note_places(self, place: int) -> None:
         for i, holder in enumerate(self._holders):
@@ -488,7 +489,7 @@ class StatesMeter(_CombiningMeter):
         return states, counts, loaded
 
     def _restore(self, state: Any) -> None:
-        self._loaded = state[2] if len(state) > 2 else []  # files of earlier versions have two parts
+        self._loaded, self._device = state[2] if len(state) > 2 else [], None  # earlier versions wrote two parts
         for holder, states in zip(self._holders, state[0], strict=True):
             for name, value in states.items():
                 setattr(holder.object, name, value)
