@@ -157,12 +157,13 @@ class Backwards(Sampler):
         return len(self.data)
 
 
+def doubled(rows):
+    return [2 * x for x in default_collate(rows)]
+
+
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1}, {"sampler": Backwards}])
 @pytest.mark.parametrize("kind", [RowsLoader, DataLoader])
 def test_a_collate_fn_that_is_set_between_fits_is_called(kind, options):
-    def doubled(rows):
-        return [2 * x for x in default_collate(rows)]
-
     data = TensorDataset(torch.randn(8, 4), torch.randn(8, 1))
     options = {name: x(data) if name == "sampler" else x for name, x in options.items()}
     dls, read = DataLoaders(kind(data, batch_size=4, **options), device="cpu"), []
