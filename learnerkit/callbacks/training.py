@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Set
 from contextlib import ExitStack
-from typing import Any
 
 import torch
 from torch import nn
@@ -37,8 +36,6 @@ class TrainEvalCallback(Callback):
     _model: nn.Module | None = None  # the model of the current run, before callbacks wrap it
     _in_eval: Set[str] = frozenset()  # names of its modules that the user has put into eval mode
     _place: Position | None = None  # the place of the current fit in the data
-    # If another process has read the data of the last fit: the loader, where the fit ended, and this rank's part of it.
-    _unread: tuple[Any, State, State] | None = None
 
     def note_modes(self, model: nn.Module | None) -> None:
         """Note, as a run begins, which modules the user has put into eval mode, and at its end where in the data it is.
@@ -52,9 +49,9 @@ class TrainEvalCallback(Callback):
             # After a run the whole model is in eval mode: then only modules that were noted before still count.
             self._in_eval = names if model.training else names & self._in_eval
         elif (place := self._place) is not None:
-            self._place = self._unread = None
-            if place.is_unread:
-                self._unread = self.learn.dls.train, place.state_dict(), place.own_state_dict()
+            self._place = None
+            dls = self.learn.dls
+            dls.unread = (dls.train, place.state_dict(), place.own_state_dict()) if place.is_unread else None
 
     def before_fit(self) -> None:
         learn = self.learn
@@ -66,8 +63,8 @@ class TrainEvalCallback(Callback):
                 _warn_of_dropout(self._model, self._in_eval)
             learn.train_iter = 0
             self._place = learn._position = Position()
-            if self._unread is not None and self._unread[0] is learn.dls.train:
-                learn._position.follow(*self._unread[1:])
+            if learn.dls.unread is not None and learn.dls.unread[0] is learn.dls.train:
+                learn._position.follow(*learn.dls.unread[1:])
 
     def before_epoch(self) -> None:
         if self.learn._position is not None:  # a run that trains

@@ -36,6 +36,7 @@ from learnerkit.data.stream import (
     stream_of,
 )
 from learnerkit.data.weights import count_classes, labels_of, sample_weights
+from learnerkit.state import State
 from learnerkit.text import did_you_mean, first_few
 from learnerkit.utils import check_keywords, suggests_keywords, with_index
 from learnerkit.values import describe
@@ -89,6 +90,9 @@ class DataLoaders:
     cbs: Sequence[Any] = ()
     inputs: Mapping[str, Sequence[str]] = {}
     aligned = False
+    # If another process has read the data of the last fit: the training loader, the fit's last place, and this rank's
+    # part of it. The next fit of any learner with these loaders begins there.
+    unread: tuple[Any, State, State] | None = None
 
     @suggests_keywords
     def __init__(

@@ -101,6 +101,7 @@ def unchanged(learn: "Learner", but: Collection[Callback] = ()) -> Iterator[None
                 put_back_attributes(cb, stack)
         stack.callback(loaders.__setitem__, slice(None), list(loaders))
         stack.callback(setattr, learn.dls, "_twins", learn.dls._twins)  # Workers of copies made in here end.
+        stack.callback(setattr, learn.dls, "unread", learn.dls.unread)
         for i, dl in enumerate(loaders):
             if isinstance(dl, DataLoader) and dl.persistent_workers:
                 loaders[i] = with_batches(dl)  # The copy has other workers, as their random states are out of reach.

@@ -6,6 +6,7 @@ import io
 import itertools
 import os
 import random
+import shutil
 import signal
 import socket
 import stat
@@ -617,6 +618,30 @@ def test_a_fit_on_other_data_begins_at_their_start_also_after_one_that_was_done_
     whole = losses()
     losses(CheckpointCallback(tmp_path), dies=True)
     assert losses(CheckpointCallback(tmp_path, resume=True)) == whole
+
+
+@pytest.mark.parametrize("stops", [5, 8])
+def test_learners_that_read_one_stream_go_on_with_each_others_place(stops, tmp_path):
+    def read(*, resume=False, stops=None):
+        seen, batches = [], itertools.count(1)
+        stop = raising("after_batch", Killed, lambda cb: next(batches) == stops)
+        look = Callback(before_batch=lambda cb: seen.append(cb.x.clone()))
+        dls = DataLoaders(DataLoader(StreamWithState(*make_data(12).tensors), 4), device="cpu")
+        kept = [CheckpointCallback(tmp_path / name, every=1, resume=resume) for name in "ab"]
+        one, other = (make_learner(dls, cbs=[look, stop, cb]) for cb in kept)
+        with one.no_logging(), other.no_logging(), suppress(Killed):
+            for _ in range(2):
+                one.fit(1)
+                other.fit(1)
+        return seen
+
+    whole = read()
+    assert len(whole) == 12
+    for name in "ab":
+        shutil.rmtree(tmp_path / name)
+    read(stops=stops)
+    rest = read(resume=True)
+    assert all(map(torch.equal, rest, whole[-len(rest) :]))
 
 
 def test_ends_of_many_fits_are_not_all_kept(tmp_path, monkeypatch):
