@@ -112,17 +112,18 @@ class RankLoader(LoaderView):
 _NOTHING = Share(0, 0, None)
 
 
-def collated_share(collate: Callable[[list], Any], rank: int, ranks: int, samples: list) -> Share:
+def collated_share(collate: Callable[[list], Any], rank: int, ranks: int, least: int, samples: list) -> Share:
     """Collate the samples of a batch, or this rank's part of them.
 
     Args:
         collate: the collate function of the loader.
         rank, ranks: the part to take, and the number of parts; with 1 the batch is not cut.
+        least: as in `split_evenly`.
         samples: the samples of the batch.
     """
-    mine = split_evenly(samples, ranks, 1)[rank]
-    # An empty part is collated from a real sample, for its shapes.
-    return Share(0, len(mine), len(samples), collate(mine or samples[:1]))
+    mine = split_evenly(samples, ranks, least)[rank]
+    # An empty part is collated from real samples, for its shapes.
+    return Share(0, len(mine), len(samples), collate(mine or samples[:least]))
 
 
 class RankStreamLoader(RankLoader):
@@ -133,7 +134,7 @@ class RankStreamLoader(RankLoader):
     reads all batches, alike.
 
     Args:
-        dl, name, split, dims, count: as in `rank_loader`.
+        dl, name, split, least, dims, count: as in `rank_loader`.
         rank_step: as in `RankLoader`.
         sharded: the dataset gives each rank and worker its own part by itself.
         join: go on, with empty batches, until the data of all ranks have ended, rather than those of the first rank.
@@ -144,8 +145,8 @@ class RankStreamLoader(RankLoader):
     """
 
     def __init__(
-        self, dl: DataLoader, name: str, *, rank_step: "RankStep | None", split: bool, sharded: bool, join: bool,
-        dims: Dims, cut: Callable[[Any], Share], count: BatchCount | None,
+        self, dl: DataLoader, name: str, *, rank_step: "RankStep | None", split: bool, least: int, sharded: bool,
+        join: bool, dims: Dims, cut: Callable[[Any], Share], count: BatchCount | None,
     ) -> None:  # fmt: skip
         ranks, size = distributed.world_size(), dl.batch_size
         made = dl.batch_sampler is None
@@ -166,7 +167,7 @@ class RankStreamLoader(RankLoader):
         # Such an `__iter__` may look at the batches, as that of mosaicml-streaming does, which counts their samples.
         self._as_is = made or (sharded and isgeneratorfunction(type(dl).__iter__))
         if not self._as_is:
-            collate = partial(collated_share, collate, *((distributed.rank(), ranks) if split else (0, 1)))
+            collate = partial(collated_share, collate, *((distributed.rank(), ranks) if split else (0, 1)), least)
         loader = with_batches(dl, collate_fn=collate, **replaced)
         super().__init__(loader, None, dims, cut if made and split else None, rank_step)
         self.join, self.sharded = join, sharded
@@ -405,8 +406,9 @@ def rank_loader(
     cut = partial(cut_share, rank=rank, ranks=ranks, dims=dims, least=least, name=name, count=count)
     if not has_index(dl):
         return RankStreamLoader(
-            dl, name, rank_step=rank_step, split=split, sharded=sharded, join=join, dims=dims, cut=cut, count=count
-        )
+            dl, name, rank_step=rank_step, split=split, least=least, sharded=sharded, join=join, dims=dims, cut=cut,
+            count=count,
+        )  # fmt: skip
     for sampler in samplers_of(dl):
         # The batch sampler of a loader that accelerate has prepared is of no known class, but says how many share it.
         if isinstance(sampler, DistributedSampler) or getattr(sampler, "num_processes", 1) > 1:

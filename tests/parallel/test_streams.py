@@ -146,6 +146,16 @@ def test_batches_that_are_cut_are_those_of_one_process_to_the_last():
     assert together(seen) == batches(13, 4) * 2
 
 
+@pytest.mark.parametrize("workers", mostly_slow([0, 2], 0))
+def test_a_batch_that_is_cut_leaves_no_rank_a_single_sample_for_its_batch_norm(workers):
+    seen = Seen()
+    learn = make_learner(Stream(4 * N + 3), bs=2 * N, workers=workers, cbs=seen)
+    learn.model.insert(1, nn.BatchNorm1d(5).double())
+    fit(learn, split_batches=True)
+    assert together(seen) == batches(4 * N + 3, 2 * N) * 2
+    assert all(len(step) != 1 for step in seen.steps)
+
+
 def test_ranks_that_end_together_say_nothing():
     seen = Seen()
     assert fit(make_learner(Stream(8 * N), cbs=seen), epochs=1) == []
