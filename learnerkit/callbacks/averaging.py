@@ -46,6 +46,7 @@ class _Averaging(Callback):
         self._loaded: dict[str, Tensor] = {}  # averages of a checkpoint that was loaded before that
         self._groups: dict[tuple, tuple[list[Tensor], list[Tensor]]] = {}  # (averages, tensors) by device and dtype
         self._copies: list[tuple[Tensor, Tensor]] = []  # (tensor, average) if they do not share memory
+        self._places: list[tuple[dict, str, str]] = []  # (a module's buffers, a name there, the name in `_own`)
         self._kept: list[tuple[Tensor, Tensor]] | None = None  # the weights, while the model has the average
         self._users = 0  # how many nested validations and saves use the average in the model
 
@@ -93,9 +94,22 @@ class _Averaging(Callback):
         if self._loaded:
             self._begin()
 
+    def _follow(self) -> None:
+        "Take the buffers that the model has put in the place of others, as `self.mean = ...` in a forward pass does."
+        new = dict[Tensor, Tensor]()
+        for buffers, key, name in self._places:
+            t, now = self._own[name], buffers.get(key)
+            if now is not None and now is not t and (now.shape, now.dtype, now.device) == (t.shape, t.dtype, t.device):
+                new[t] = self._own[name] = now
+        if new:
+            self._copies = [(new.get(t, t), average) for t, average in self._copies]
+            for _, own in self._groups.values():
+                own[:] = [new.get(t, t) for t in own]
+
     @torch.no_grad()
     def _update(self, average: Callable) -> None:
         "Update the average with the current weights. No host-device sync."
+        self._follow()
         for (kind, own_kind), (averages, own) in self._groups.items():
             average(averages, own if own_kind == kind else [t.to(*kind) for t in own], self.n_averaged)
         self.n_averaged += 1
@@ -116,6 +130,7 @@ class _Averaging(Callback):
         self._users += 1
         if self._users == 1 and self.n_averaged and self.module is None:
             self._begin_loaded()
+            self._follow()
             self._kept = [(t, t.clone()) for t, _ in self._copies]
             self._write()
 
@@ -142,6 +157,7 @@ class _Averaging(Callback):
     def after_fit(self) -> None:
         if self.n_averaged and self.module is None:
             self._begin_loaded()
+            self._follow()
             self._write()
         self._forget()  # A file that is saved from now on has the model's own weights.
 
@@ -282,6 +298,10 @@ class EMA(_Averaging):
         dense = {name: unexpanded(t) for name, t in named.items() if t.layout is torch.strided}
         floats = {name: t for name, t in dense.items() if t.is_floating_point() or t.is_complex()}
         if self.module is None:
+            saved = source.state_dict()  # Other buffers are made anew from arguments, as the frequencies of positions.
+            named_in = ((m._buffers, key, f"{path}.{key}") for path, m in source.named_modules() for key in m._buffers)
+            places = ((buffers, key, name.removeprefix(".")) for buffers, key, name in named_in)
+            self._places = [place for place in places if place[2] in floats and place[2] in saved]
             return {name: (t, t) for name, t in floats.items()}
         homes: dict[str, Tensor] = dict(unwrap(self.module).named_parameters())
         pairs = {name: (t, homes[name]) for name, t in floats.items() if homes[name] is not t}

@@ -213,6 +213,40 @@ def test_a_buffer_that_is_expanded_has_an_average():
     assert torch.equal(model.scale, torch.full((2, 3), average))
 
 
+class Centred(nn.Module):
+    """Takes the mean of its inputs off, and averages it in place, or puts a new buffer in the place of the old one."""
+
+    def __init__(self, in_place):
+        super().__init__()
+        self.in_place, self.layer, self.scales = in_place, nn.Linear(4, 1), set()
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("scale", torch.ones(()), persistent=False)
+
+    def forward(self, x):
+        if self.training:
+            mean = 0.8 * self.mean + 0.2 * x.detach().mean(0)
+            self.mean = self.mean.copy_(mean) if self.in_place else mean
+            self.scale = torch.full_like(self.scale, 2)  # as the frequencies of longer positions are made anew
+        else:
+            self.scales.add(self.scale.item())
+        return self.layer((x - self.mean) / self.scale)
+
+
+def test_a_buffer_that_is_replaced_has_the_average_of_one_that_is_changed_in_place(tmp_path):
+    """One that is not saved stays as the model has made it."""
+    learners = []
+    for in_place in (True, False):
+        set_seed(2)
+        model = Centred(in_place).double()
+        learners.append(learner(EMA(0.6), Saves(), GradientAccumulation(n_batches=2), model=model, path=tmp_path))
+        learners[-1].fit(2)
+    expected, found = learners
+    assert found.recorder.values == expected.recorder.values
+    assert same_weights(expected.model, found.model)
+    assert torch.load(tmp_path / "models" / "epoch1.pth")["mean"].equal(found.model.mean)
+    assert found.model.scales == {2.0}
+
+
 def test_a_sparse_buffer_stays_beside_an_average():
     model = norm_model()
     model.register_buffer("edges", torch.eye(3).to_sparse())
