@@ -92,7 +92,8 @@ class TrainEvalCallback(Callback):
         position.steps = learn.iter + 1
         position.samples += learn.batch_size if learn.n_ranks == 1 else position.of_all_ranks(learn)
         if learn.n_iter and learn.n_epoch:  # if the loader has no length, pct_train changes once an epoch
-            learn.pct_train = (learn.epoch + (learn.iter + 1) / learn.n_iter) / learn.n_epoch
+            # With several workers a stream may have more batches than its loader says.
+            learn.pct_train = (learn.epoch + min(1.0, (learn.iter + 1) / learn.n_iter)) / learn.n_epoch
 
     def after_train(self) -> None:
         self.learn._position.over = True

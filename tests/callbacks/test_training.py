@@ -25,6 +25,7 @@ from learnerkit import (
     mae,
 )
 from learnerkit.callbacks.recorder import format_row
+from learnerkit.callbacks.schedule import SchedLin
 from learnerkit.callbacks.training import BnFreeze
 from learnerkit.distributed import facts
 
@@ -104,6 +105,21 @@ def test_a_loader_without_length_is_trained_for_so_many_steps():
     learn.fit_one_cycle(n_steps=8, lr_max=0.1)
     assert learn.recorder.iters == [3, 6, 8]
     assert len(set(learn.recorder.lrs)) == 8
+
+
+class Measured(Stream):
+    """Says that it has a batch of 4 samples."""
+
+    def __len__(self):
+        return 4
+
+
+@pytest.mark.filterwarnings("ignore:Length of IterableDataset")
+def test_a_loader_with_more_batches_than_it_says_leaves_a_schedule_at_its_end():
+    """A straight line would go on to rates below 0, and back at the next epoch."""
+    learn = make_learner(DataLoaders(DataLoader(Measured(), 4), device="cpu"))
+    learn.fit(2, SchedLin(1e-2, 0.0))
+    assert learn.recorder.lrs == pytest.approx([1e-2, 5e-3, 5e-3, 5e-3, 0.0, 0.0])
 
 
 @pytest.mark.parametrize("method", ["fit", "fit_one_cycle"])
