@@ -118,7 +118,8 @@ def scale_together(tensors: list[Tensor], factor: float | Tensor) -> None:
 
 
 def clip_elements(tensors: list[Tensor], most: float) -> None:
-    """Clamp every element to the range from -most to most, in place, with few kernels."""
+    """Clamp every element to the range from -most to most, in place, with few kernels; of complex ones both parts."""
+    tensors = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
     torch._foreach_clamp_min_(tensors, -most)
     torch._foreach_clamp_max_(tensors, most)
 

@@ -215,7 +215,7 @@ class GradientClip(Callback):
         max_norm: the bound; `float('inf')` does not clip.
         norm_type: the p of the p-norm; `float('inf')` for the largest absolute value.
         log: add the norm over all parameters before clipping to the table as the column `grad_norm`.
-        max_value: clip each element to the range from -max_value to max_value instead.
+        max_value: clip each element to the range from -max_value to max_value instead; of a complex one, both parts.
         each: clip the gradient of each parameter by itself.
 
     Raises:

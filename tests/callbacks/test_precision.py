@@ -581,6 +581,29 @@ def test_sparse_gradients_are_clipped_as_dense_ones(name):
     torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)
 
 
+class Phases(nn.Module):
+    """A complex weight, or the two real ones of which it is made."""
+
+    def __init__(self, is_complex):
+        super().__init__()
+        parts = make_model()[0].weight.detach().clone()
+        self.weight = nn.Parameter(torch.complex(parts[:3], parts[3:6]) if is_complex else parts[:6])
+
+    def forward(self, x):
+        w = torch.view_as_real(self.weight) if self.weight.is_complex() else self.weight.view(2, 3, 4).movedim(0, -1)
+        return (torch.einsum("ni,kir->nkr", x, w) ** 2).sum((1, 2))[:, None]
+
+
+def test_of_complex_gradients_both_parts_are_clipped():
+    found = []
+    for is_complex in (True, False):
+        learn = make_learner(model=Phases(is_complex), cbs=GradientClip(max_value=0.02))
+        learn.fit(1)
+        weight = learn.model.weight.detach()
+        found.append(torch.cat([weight.real, weight.imag]) if is_complex else weight)
+    torch.testing.assert_close(*found)
+
+
 def test_clipping_refuses_what_it_cannot_do():
     for wrong in ({"max_norm": 2.0}, {"each": True}):
         with raises(ValueError, "max_value clips elements and no norm"):
