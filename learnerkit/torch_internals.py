@@ -113,8 +113,9 @@ def uncompiled() -> AbstractContextManager:
 
 
 def scale_together(tensors: list[Tensor], factor: float | Tensor) -> None:
-    """Multiply tensors of one device and type in place, with one kernel for many of them."""
-    torch._foreach_mul_(tensors, factor)
+    """Multiply tensors of one device and type by a real number in place, with one kernel for many of them."""
+    # That takes no conjugates, which may be multiplied as what they are views of.
+    torch._foreach_mul_([t.conj() if t.is_conj() else t for t in tensors], factor)
 
 
 def clip_elements(tensors: list[Tensor], most: float) -> None:

@@ -387,6 +387,8 @@ def _parameters(learn: "Learner") -> list[Tensor]:
 def _values(p: Tensor) -> Tensor:
     """Return the gradient of a parameter; coalesce a sparse one in place, and return its values."""
     grad: Any = p.grad
+    if grad.is_conj():  # no kernel for many tensors takes it
+        p.grad = grad = grad.resolve_conj()
     if grad.layout is torch.strided:
         return grad
     p.grad = grad = grad.coalesce()

@@ -604,6 +604,28 @@ def test_of_complex_gradients_both_parts_are_clipped():
     torch.testing.assert_close(*found)
 
 
+class Conjugated(nn.Module):
+    """A complex weight, whose gradient comes as a conjugate if the model conjugates it."""
+
+    def __init__(self, conjugates):
+        super().__init__()
+        self.weight, self.conjugates = nn.Parameter(torch.tensor([[1 + 2j], [-1j], [0.5 + 0j], [2 - 1j]])), conjugates
+
+    def forward(self, x):
+        return (x.cfloat() @ (self.weight.conj() if self.conjugates else self.weight)).abs()
+
+
+@pytest.mark.parametrize("name", CLIPS)
+def test_a_gradient_that_is_a_conjugate_is_clipped_and_accumulated_as_others(name):
+    found = []
+    for conjugates in (True, False):
+        cbs = [GradientClip(**CLIPS[name][0]), GradientAccumulation(n_batches=3)]
+        learn = make_learner(model=Conjugated(conjugates), cbs=cbs)
+        learn.fit(1)
+        found.append(learn.model.weight.detach())
+    torch.testing.assert_close(*found)
+
+
 def test_clipping_refuses_what_it_cannot_do():
     for wrong in ({"max_norm": 2.0}, {"each": True}):
         with raises(ValueError, "max_value clips elements and no norm"):
