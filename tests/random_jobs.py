@@ -17,7 +17,7 @@ import torch
 from resume_jobs import Placed
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import LBFGS, SGD, Adam, AdamW, RMSprop
+from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW, NAdam, RMSprop
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import IterableDataset, Sampler, Subset, TensorDataset, WeightedRandomSampler
 
@@ -26,6 +26,7 @@ from learnerkit import (
     SWA,
     AccumMetric,
     ActivationCheckpointing,
+    ActivationStats,
     BatchTransform,
     Callback,
     CancelBackwardException,
@@ -62,11 +63,12 @@ from learnerkit import (
     set_seed,
 )
 from learnerkit.callbacks.schedule import SchedCos
+from learnerkit.callbacks.training import BnFreeze
 from learnerkit.parallel import DriftCheck
 
 CLASSES = 3
 CONSTANT = ("fit", "steps", "frozen", "torch's schedule", "lr_find")
-FITS = (*CONSTANT, "one cycle", "flat cos", "sgdr", "fine tune", "slice")
+FITS = (*CONSTANT, "reset", "later start", "list", "by steps", "one cycle", "flat cos", "sgdr", "fine tune", "slice")
 
 OPTIONS = {
     "samples": (24, 13, 37, 50),
@@ -81,7 +83,7 @@ OPTIONS = {
     "drop_last": (False, True),
     "loss": (
         "classes", "weighted classes", "ignored", "smoothed", "numbers", "sum", "sample weights", "the model's",
-        "several", "trained", "reads the inputs",
+        "several", "trained", "reads the inputs", "yes or no", "not missing", "plain mean",
     ),
     "carried": (False, True),
     "norm": (False, True, "batch"),
@@ -89,9 +91,11 @@ OPTIONS = {
     "frozen": (False, True),
     "unused": (False, True),
     "dropout": (0.0, 0.2),
-    "opt": ("adam", "momentum", "nesterov", "adamw", "rmsprop", "lbfgs"),
+    "opt": (
+        "adam", "momentum", "nesterov", "adamw", "rmsprop", "lbfgs", "sgd", "amsgrad", "adagrad", "nadam", "foreach",
+    ),
     "groups": ("one", "two", "two optimizers"),
-    "wd": (None, 0.1),
+    "wd": (None, 0.1, {"a.*": 0.3, "*bias": 0.0, "*": 0.05}),
     "accumulate": (None, {"n_batches": 2}, {"n_batches": 3}, {"n_samples": 20}),
     "clip": (None, {"max_norm": 0.5}, {"max_norm": 0.3, "each": True}, {"max_value": 0.02}),
     "average": (None, "ema", "swa", "a layer's"),
@@ -99,7 +103,7 @@ OPTIONS = {
     "overflow": (None, 1, 2),
     "short": (None, 0.7, 2),
     "parts": (None, 2),
-    "tracker": (None, "save", "early stop", "plateau"),
+    "tracker": (None, "save", "early stop", "plateau", "each epoch", "both"),
     "validate": (None, 2),
     "penalty": (False, True),
     "cancel": (None, "batch", "backward", "step", "train", "epoch"),
@@ -111,7 +115,7 @@ OPTIONS = {
     "act": (None, "rate", "layer", "optimizer", "gradients", "batch", "off"),
     "schedule": (False, True),
     "backward": ("the library's", "its own"),
-    "watch": (None, "noise", "monitor", "recompute", "drift"),
+    "watch": (None, "noise", "monitor", "recompute", "drift", "frozen norms", "stats"),
     "after": (
         None, "validate", "predictions", "saved", "other data", "other batches", "thawed", "reset", "looks", "state",
         "all loaders",
@@ -211,7 +215,7 @@ def draw(seed, ranks=(1,), shard=False):
         if job["data"].startswith("stream") or job["tracker"] == "plateau":
             job[name] = job[name] if job[name] in CONSTANT else "fit"
         if job["cancel"] in ("train", "epoch") or job["order"] == "by a place":
-            job[name] = job[name] if job[name] not in ("steps", "lr_find") else "fit"
+            job[name] = job[name] if job[name] not in ("steps", "lr_find", "by steps") else "fit"
     if job["cancel"] in ("train", "epoch"):
         leave("validate")
     if job["loss"] == "several":
@@ -373,8 +377,13 @@ def make_samples(job, n, seed):
     y = x[:, :CLASSES].argmax(1)
     if job["loss"] == "ignored":
         y[torch.arange(n) % 3 == 1] = -100
-    if job["loss"] in ("numbers", "sum", "sample weights"):
+    if job["loss"] in ("numbers", "sum", "sample weights", "not missing", "plain mean"):
         y = x[:, :CLASSES].sin()
+    if job["loss"] == "not missing":
+        y[torch.arange(n) % 5 == 1, 0] = torch.nan
+        y[torch.arange(n) % 7 == 1] = torch.nan
+    if job["loss"] == "yes or no":
+        y = (x[:, :CLASSES] > 0).to(torch.float64)
     weights = [torch.rand(n, generator=rng, dtype=torch.float64)] if job["loss"] == "sample weights" else []
     return [t.to(dtype_of(job)) if t.is_floating_point() else t for t in (x, y, *weights)]
 
@@ -441,6 +450,12 @@ def by_sample(pred, y, weights):
     return ((pred - y).pow(2).mean(1) * weights).sum() / weights.sum()
 
 
+def not_missing(pred, y):
+    """A mean over targets that are there."""
+    there = ~y.isnan()
+    return F.mse_loss(pred[there], y[there]) if there.any() else pred.sum() * 0
+
+
 class Trained(nn.Module):
     """A loss with a temperature that is trained."""
 
@@ -471,6 +486,9 @@ def make_loss(job):
         "several": (None, {"all": "samples", "high": "n"}),
         "trained": (Trained(dtype_of(job)), None),
         "reads the inputs": (with_inputs, "samples"),
+        "yes or no": (nn.BCEWithLogitsLoss(), None),
+        "not missing": (not_missing, lambda y: (~y.isnan()).sum()),
+        "plain mean": (lambda pred, y: (pred - y).abs().mean(), None),
     }[job["loss"]]
 
 
@@ -601,7 +619,7 @@ class Anneals(Callback):
 
 WATCHES = {
     None: None, "noise": GradientNoiseScale, "monitor": ScalingMonitor, "recompute": ActivationCheckpointing,
-    "drift": partial(DriftCheck, every=2),
+    "drift": partial(DriftCheck, every=2), "frozen norms": BnFreeze, "stats": ActivationStats,
 }  # fmt: skip
 
 
@@ -640,6 +658,8 @@ def make_callbacks(job, folder, model):
         JSONLogger(Path(folder, "log.jsonl")),
         job["inside"] and Callback(**{job["inside"]: evaluate}),
         job["tracker"] == "save" and SaveModelCallback(fname=Path(folder, "best")),
+        job["tracker"] in ("each epoch", "both") and SaveModelCallback(fname=Path(folder, "each"), every_epoch=True),
+        job["tracker"] == "both" and SaveModelCallback(fname=Path(folder, "best"), with_opt=True, monitor="train_loss"),
         job["tracker"] == "early stop" and EarlyStoppingCallback(patience=1),
         job["tracker"] == "plateau" and ReduceLROnPlateau(patience=1, factor=2.0),
         job["loss"] not in ("sum", "several") and Callback(after_batch=log_loss),
@@ -665,6 +685,11 @@ OPTS = {
     "adamw": AdamW,
     "rmsprop": partial(RMSprop, momentum=0.5),
     "lbfgs": partial(LBFGS, max_iter=3),
+    "sgd": SGD,
+    "amsgrad": partial(Adam, amsgrad=True),
+    "adagrad": Adagrad,
+    "nadam": NAdam,
+    "foreach": partial(AdamW, foreach=True),
 }
 
 
@@ -706,6 +731,14 @@ def fit(learn, job, how):
         learn.unfreeze()
     elif how == "slice" and grouped:
         learn.fit_one_cycle(1, slice(1e-3, 1e-2))
+    elif how == "reset":
+        learn.fit(2, lr, reset_opt=True)
+    elif how == "later start":
+        learn.fit_one_cycle(3, lr, start_epoch=1)
+    elif how == "list" and grouped:
+        learn.fit_flat_cos(2, [lr / 3, lr])
+    elif how == "by steps":
+        learn.fit_one_cycle(n_steps=7, lr_max=lr)
     elif how == "steps":
         learn.fit(n_steps=5, lr=lr)
     elif how == "torch's schedule" and job["groups"] != "two optimizers" and job["tracker"] != "plateau":
