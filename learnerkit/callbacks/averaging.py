@@ -13,7 +13,6 @@ from learnerkit import arguments, distributed, optim
 from learnerkit.callback import Callback, running
 from learnerkit.data.iterable import source_of
 from learnerkit.data.order import order_sources, put_states, states_of
-from learnerkit.events import CancelBatchException
 from learnerkit.marks import collective
 from learnerkit.shards import is_shard, local, put
 from learnerkit.state import State
@@ -538,7 +537,7 @@ class _Statistics(Callback):
     def before_validate(self) -> None:
         undo_by = self._changes.callback
         for norm in self.norms:
-            undo_by(norm.register_forward_pre_hook(_cancel_single_values).remove)
+            undo_by(norm.register_forward_pre_hook(_leave_out_single_values).remove)
             undo_by(setattr, norm, "momentum", norm.momentum)
             norm.train()
             norm.reset_running_stats()
@@ -566,10 +565,12 @@ class _Statistics(Callback):
         self._changes.close()
 
 
-def _cancel_single_values(norm: nn.Module, args: tuple) -> None:
-    """Cancel a batch with one value for each channel, which has no variance: a single sample without positions."""
-    if args and args[0].numel() == args[0].shape[1]:
-        raise CancelBatchException
+def _leave_out_single_values(norm: nn.Module, args: tuple) -> None:
+    """Leave a batch with one value for each channel, which has no variance, out: a single sample without positions.
+
+    Its forward pass goes on, as other ranks may wait in theirs for this one to gather the next unit of the model.
+    """
+    norm.training = not args or args[0].numel() > args[0].shape[1]
 
 
 def _tracking(model: nn.Module) -> Iterator:

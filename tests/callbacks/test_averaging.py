@@ -646,6 +646,14 @@ def statistics():
     return measure.found, "forward" in vars(model[1])
 
 
+def divided(shard):
+    """Statistics are computed with a last batch of which one rank has a single sample."""
+    learn = learner(SWA(1), data=dls(23))
+    with learn.distrib_ctx(split_batches=True, sync_bn=False, shard=shard, timeout=30), learn.no_logging():
+        learn.fit(2, 0.05)
+    return weights(learn.model)
+
+
 def taught():
     """With a teacher that is another one on each rank, until they begin."""
     torch.manual_seed(distributed.rank())
@@ -669,6 +677,8 @@ JOBS = {
         EMA(0.7), raising("after_batch", CancelFitException(), at_9), SaveModelCallback(at_end=True)
     ),
     "SWA, norms": lambda: fit(SWA(0), ValidateEvery(4), DriftCheck(every=2), epochs=2),
+    "SWA, whole": lambda: divided(False),
+    "SWA, sharded": lambda: divided(True),
     "statistics": statistics,
 }
 
@@ -715,3 +725,8 @@ def test_statistics_on_ranks_are_the_means_over_all_batches(found):
     for rank, left in ranks:
         close(rank, alone)
         assert not left
+
+
+def test_a_rank_with_a_single_sample_takes_part_in_the_statistics_of_a_sharded_model(found):
+    for whole, sharded in zip(found[2, "SWA, whole"], found[2, "SWA, sharded"], strict=True):
+        close(sharded, whole)
