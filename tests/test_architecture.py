@@ -439,11 +439,11 @@ def test_code_tokens_are_counted_right():
 # The most tokens of code that each room may have; a room is a folder of the package, or a file at its top. A budget is
 # raised by at most a tenth. More needs a line in the changelog that says why.
 BUDGETS = {
-    "callbacks": 41_765, "parallel": 27_508, "data": 21_960, "scaling": 16_684, "preflight": 18_163, "sweep": 11_512,
+    "callbacks": 42_061, "parallel": 27_523, "data": 21_960, "scaling": 16_684, "preflight": 18_163, "sweep": 11_512,
     "launch": 14_721, "checkpoints": 13_781, "learner": 10_713, "inspection": 9_125, "metrics": 9_943,
     "loggers": 8_100, "images": 8_229, "optim": 8_509, "notebook": 7_725, "tabular": 7_562, "export": 7_053,
     "losses": 7_152, "distributed": 6_549, "vision": 5_300, "run_state": 5_835, "language": 4_593, "processes": 4_997,
-    "files": 4_505, "torch_internals": 4_050, "explain": 3_873, "utils": 2_396, "values": 1_529, "large": 2_548,
+    "files": 4_505, "torch_internals": 4_090, "explain": 3_873, "utils": 2_396, "values": 1_529, "large": 2_548,
     "callback": 2_464, "clusters": 4_033, "arguments": 2_489, "__init__": 1_659, "datasets": 1_375, "shards": 842,
     "text": 762, "gradient_mean": 885, "endings": 584, "host_scalars": 898, "state": 531, "__main__": 290,
     "events": 232, "marks": 61, "doctor": 23, "world": 14, "stores": 1_671,

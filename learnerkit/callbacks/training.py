@@ -50,8 +50,8 @@ class TrainEvalCallback(Callback):
             self._in_eval = names if model.training else names & self._in_eval
         elif (place := self._place) is not None:
             self._place = None
-            dls = self.learn.dls
-            dls.unread = (dls.train, place.state_dict(), place.own_state_dict()) if place.is_unread else None
+            if place.is_unread:
+                self.learn.dls.unread = self.learn.dls.train, place.state_dict(), place.own_state_dict()
 
     def before_fit(self) -> None:
         learn = self.learn
@@ -63,8 +63,9 @@ class TrainEvalCallback(Callback):
                 _warn_of_dropout(self._model, self._in_eval)
             learn.train_iter = 0
             self._place = learn._position = Position()
-            if learn.dls.unread is not None and learn.dls.unread[0] is learn.dls.train:
-                learn._position.follow(*learn.dls.unread[1:])
+            unread, learn.dls.unread = learn.dls.unread, None
+            if unread is not None and unread[0] is learn.dls.train:
+                learn._position.follow(*unread[1:])
 
     def before_epoch(self) -> None:
         if self.learn._position is not None:  # a run that trains

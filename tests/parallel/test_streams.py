@@ -146,10 +146,9 @@ def test_batches_that_are_cut_are_those_of_one_process_to_the_last():
     assert together(seen) == batches(13, 4) * 2
 
 
-@pytest.mark.parametrize("workers", mostly_slow([0, 2], 0))
-def test_a_batch_that_is_cut_leaves_no_rank_a_single_sample_for_its_batch_norm(workers):
+def test_a_batch_that_is_cut_leaves_no_rank_a_single_sample_for_its_batch_norm():
     seen = Seen()
-    learn = make_learner(Stream(4 * N + 3), bs=2 * N, workers=workers, cbs=seen)
+    learn = make_learner(Stream(4 * N + 3), bs=2 * N, cbs=seen)
     learn.model.insert(1, nn.BatchNorm1d(5).double())
     fit(learn, split_batches=True)
     assert together(seen) == batches(4 * N + 3, 2 * N) * 2
